@@ -59,6 +59,7 @@ def test_docstring_example_runs_and_prints_the_documented_output(test):
     assert result.attempted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n>>> " in page.read_text()], ids=lambda page: page.stem)
 def test_page_runs_in_a_fresh_interpreter_on_one_device(page, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k not in {"JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"}}
@@ -95,12 +96,9 @@ def _public():
 PUBLIC = dict(_public())
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_is_documented(name):
-    value = PUBLIC[name]
-    target = getattr(value, "__func__", getattr(value, "fget", value))
-    if callable(target):
-        assert inspect.getdoc(target), name
+def test_public_names_are_documented():
+    targets = {name: getattr(value, "__func__", getattr(value, "fget", value)) for name, value in PUBLIC.items()}
+    assert [name for name, target in targets.items() if callable(target) and not inspect.getdoc(target)] == []
 
 
 API_PAGE = (ROOT / "docs/api.md").read_text(encoding="utf-8")

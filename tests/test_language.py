@@ -6,8 +6,6 @@ import pathlib
 import re
 import tokenize
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = [
     ROOT / "README.md",
@@ -61,14 +59,12 @@ def markdown_texts(source: str):
         line += paragraph.count("\n") + 2
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_wording_is_plain(path):
-    source = path.read_text(encoding="utf-8")
-    texts = python_texts(source) if path.suffix == ".py" else markdown_texts(source)
+def test_wording_is_plain():
     found = []
-    for line, text in texts:
-        prose = " ".join(without_code(text).split())
-        found += [
-            f"line {line}: {match[0]!r}: {advice}" for advice, rule in RULES.items() for match in rule.finditer(prose)
-        ]
+    for path in FILES:
+        source = path.read_text(encoding="utf-8")
+        for line, text in python_texts(source) if path.suffix == ".py" else markdown_texts(source):
+            prose = " ".join(without_code(text).split())
+            for advice, rule in RULES.items():
+                found += [f"{path}:{line}: {match[0]!r}: {advice}" for match in rule.finditer(prose)]
     assert not found, "\n".join(found)

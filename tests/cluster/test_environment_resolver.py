@@ -6,6 +6,8 @@ import pytest
 
 from jdist.cluster import ClusterNotFoundError, EnvironmentClusterResolver
 
+from laws import each_row
+
 JDIST = {"JDIST_COORDINATOR_ADDRESS": "a:1", "JDIST_NUM_PROCESSES": "2", "JDIST_PROCESS_ID": "1"}
 JAX = {"JAX_COORDINATOR_ADDRESS": "b:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
 TORCH = {"MASTER_ADDR": "c", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
@@ -51,7 +53,7 @@ def test_first_complete_group_describes_the_processes(settings, processes):
     assert (resolver.task_type, resolver.task_id, resolver.environment) == ("worker", processes[1], "variables")
 
 
-@pytest.mark.parametrize("settings, message", [
+@each_row("settings, message", [
     ([JDIST, {"JDIST_PROCESS_ID": None}], r"JDIST_COORDINATOR_ADDRESS is 'a:1', JDIST_NUM_PROCESSES is '2', but JDIST_PROCESS_ID is not set"),
     ([JAX, {"JAX_COORDINATOR_ADDRESS": " "}], r"but JAX_COORDINATOR_ADDRESS is not set\. Set them on each process, the same except"),
     ([{"WORLD_SIZE": "4"}], r"WORLD_SIZE is '4', but MASTER_ADDR, MASTER_PORT, RANK are not set"),

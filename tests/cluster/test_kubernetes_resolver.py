@@ -15,6 +15,8 @@ import pytest
 
 from jdist.cluster import ClusterNotFoundError, KubernetesClusterResolver
 
+from laws import each_row
+
 JOB = {"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": "3", "HOSTNAME": "train-1"}
 JOBSET = {
     "JOB_COMPLETION_INDEX": "1",
@@ -80,7 +82,7 @@ def test_pod_outside_an_indexed_job_is_not_found(make_resolver):
         make_resolver({"HOSTNAME": "train-1", "JOB_COMPLETIONS": "3"})
 
 
-@pytest.mark.parametrize("settings, options, message", [
+@each_row("settings, options, message", [
     (JOB | {"JOB_COMPLETIONS": None}, {}, r"JOB_COMPLETION_INDEX is 1, but the number of pods is unknown.*`env: \[\{name: JOB_COMPLETIONS"),
     (JOB | {"JOB_COMPLETION_INDEX": "3"}, {}, r"JOB_COMPLETION_INDEX is 3, but JOB_COMPLETIONS is 3: the index must be from 0 to 2"),
     (JOB, {"num_processes": 1}, r"JOB_COMPLETION_INDEX is 1, but the number of pods per Job is 1"),
@@ -196,7 +198,7 @@ def test_pods_that_do_not_run_yet_are_requested_again():
     assert len(client.requests) == 4
 
 
-@pytest.mark.parametrize("answer, options, kind, message", [
+@each_row("answer, options, kind, message", [
     ([*THREE[:2], pod("tf-9", None, "Pending")], {}, RuntimeError, r"3 of 3 pods exist, and 2 run, tf-9 is Pending\. See `kubectl get"),
     (THREE[:2], {}, RuntimeError, r"2 of 3 pods exist, and 2 run\. See `kubectl get pods -n ns`, or pass a larger `timeout_seconds`"),
     (THREE, {"num_processes": 2}, ValueError, r"select 3 pods, but the number of pods is 2: tf-999999, tf-abc123, tf-def456"),

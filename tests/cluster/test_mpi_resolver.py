@@ -4,6 +4,8 @@ import pytest
 
 from jdist.cluster import ClusterNotFoundError, MPIClusterResolver
 
+from laws import each_row
+
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "3",
@@ -70,7 +72,7 @@ def test_default_port_depends_on_the_job(job, is_default):
     assert (ports == {"localhost:8476"}) == is_default
 
 
-@pytest.mark.parametrize("settings, message", [
+@each_row("settings, message", [
     ([{"OMPI_COMM_WORLD_SIZE": "4"}], r"OMPI_COMM_WORLD_SIZE is '4', but OMPI_COMM_WORLD_RANK is not set\. The launcher sets both"),
     ([{"PMI_RANK": "0"}], r"PMI_RANK is '0', but PMI_SIZE is not set"),
     ([OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "4"}], r"OMPI_COMM_WORLD_RANK is 4, but OMPI_COMM_WORLD_SIZE is 4"),

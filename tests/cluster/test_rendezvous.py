@@ -13,6 +13,8 @@ from jdist._src.cluster import rendezvous
 from jdist._src.cluster.rendezvous import Participant, meet, split_address
 from jdist._src.core.connections import json_line, read_lines
 
+from laws import each_row
+
 
 @pytest.fixture
 def port():
@@ -219,7 +221,7 @@ def test_waiting_processes_warn(port, monkeypatch, caplog):
     assert "Process 1 has tried for 0 seconds to reach process 0" in caplog.records[0].message
 
 
-@pytest.mark.parametrize("address", ["localhost", "localhost:0", "localhost:65536", "host:port", ":80", "a b:80"])
+@each_row("address", ["localhost", "localhost:0", "localhost:65536", "host:port", ":80", "a b:80"])
 def test_address_without_host_or_port_is_an_error(address):
     with pytest.raises(
         ValueError, match="must be a host with a port, such as '10.0.0.1:8476'|a port is a number from 1 to 65535"

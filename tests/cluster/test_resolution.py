@@ -6,6 +6,8 @@ import pytest
 
 from jdist.cluster import ClusterNotFoundError, ClusterResolver, resolve, resolve_each
 
+from laws import each_row
+
 # The settings of a process in each environment, in the order of `resolve`.
 SETTINGS = {
     "EnvironmentClusterResolver": {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
@@ -49,7 +51,7 @@ def test_first_of_two_resolvers_is_returned(first, second):
     assert type(resolve(environ)).__name__ == first
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@each_row("name", MALFORMED)
 def test_malformed_settings_are_an_error_also_if_a_later_resolver_has_settings(name):
     later = [
         settings for other, settings in SETTINGS.items() if list(SETTINGS).index(other) > list(SETTINGS).index(name)

@@ -4,6 +4,8 @@ import pytest
 
 from jdist.cluster import ClusterNotFoundError, SageMakerClusterResolver
 
+from laws import each_row
+
 TWO = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
 
 
@@ -33,7 +35,7 @@ def test_hosts_are_read_from_the_file_without_variables(tmp_path):
     assert make_resolver(resource_config=str(path)).num_processes == 2
 
 
-@pytest.mark.parametrize("settings, message", [
+@each_row("settings, message", [
     ({"SM_HOSTS": ""}, r"SM_CURRENT_HOST is 'algo-2', but SM_HOSTS is not set\. Set both on each host"),
     ({"SM_HOSTS": "[1"}, r"SM_HOSTS is not valid JSON: .* at line 1, column 3, got '\[1'\. For example SM_HOSTS="),
     ({"SM_HOSTS": '"algo-1"'}, r"SM_HOSTS must be a list of hosts, got 'algo-1'"),

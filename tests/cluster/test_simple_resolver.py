@@ -10,6 +10,8 @@ import pytest
 import jdist
 from jdist.cluster import ClusterResolver, SimpleClusterResolver
 
+from laws import each_row
+
 few = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 CHIEF = {"chief": ["c:1"], "worker": ["w0:1", "w1:1"], "ps": ["p:1"]}
 WORKERS = {"worker": ["w0:1", "w1:1"]}
@@ -47,7 +49,7 @@ def test_mw21_process_index_is_the_chief_then_the_workers_and_evaluator_is_its_o
             use()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "spec, task, message",
     [
         ({"chief": ["a:1", "b:1"]}, ("chief", 0), r"at most one 'chief' task, but `cluster_spec` has 2.*Make the others workers"),
@@ -61,7 +63,7 @@ def test_mw22_bad_cluster_is_an_error(spec, task, message):
         make_resolver(spec, *task)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "spec, task, message",
     [
         ({}, (), r"`cluster_spec` has no jobs\. Pass the addresses"),
@@ -91,7 +93,7 @@ def test_spec_or_task_that_is_not_a_cluster_is_an_error(spec, task, message):
         make_resolver(spec, *task)
 
 
-@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "::1:80", "a:1 ", "a:0"])
+@each_row("address", ["a", "a:", ":1", "a:b", "::1:80", "a:1 ", "a:0"])
 def test_coordinator_address_without_host_or_port_is_an_error(address):
     with pytest.raises(ValueError, match=r"`coordinator_address`.*(host with a port|from 1 to 65535)"):
         make_resolver(WORKERS, "worker", 0, coordinator_address=address)
@@ -136,7 +138,7 @@ def test_cr9_task_may_be_omitted_if_it_is_the_only_one():
     assert resolver.num_processes == 2
 
 
-@pytest.mark.parametrize("spec, message", [
+@each_row("spec, message", [
     (["a:1"], r"`cluster_spec` must be a mapping from jobs to addresses, .*got list \['a:1'\]"),
     ({"worker": "a:1"}, r"Job 'worker' of `cluster_spec` must be a list of addresses, .*got str 'a:1'"),
     ({"worker": 5}, r"Job 'worker' of `cluster_spec` must be a list of addresses, .*got int 5"),

@@ -9,6 +9,8 @@ import pytest
 from jdist._src.cluster.hostlist import expand_hostlist
 from jdist.cluster import ClusterNotFoundError, SlurmClusterResolver
 
+from laws import each_row
+
 few = hypothesis.settings(max_examples=200, deadline=None, derandomize=True, database=None)
 # Five tasks on three nodes.
 FIVE = {
@@ -58,7 +60,7 @@ def test_cr21_suffixes_and_several_brackets_are_expanded():
     ]
 
 
-@pytest.mark.parametrize("text, problem", [
+@each_row("text, problem", [
     ("a,n[1-", r"an opening bracket without a closing bracket \(character 3\)"),
     ("n1]", r"a closing bracket without an opening bracket \(character 2\)"),
     ("n[1[2]]", r"a bracket inside a bracket \(character 3\)"),
@@ -128,7 +130,7 @@ def test_cr23_tasks_are_assigned_to_jobs_nodes_ports_and_gpus(gpus, ids):
     assert resolver.num_accelerators() == {"GPU": gpus[1]}
 
 
-@pytest.mark.parametrize("settings, options, message", [
+@each_row("settings, options, message", [
     ({}, {"jobs": {"worker": 4}}, r"`jobs` \{'worker': 4\} has 4 tasks, but SLURM_STEP_NUM_TASKS is 5\. Correct"),
     ({"SLURM_PROCID": None}, {}, r"SLURM_STEP_NUM_TASKS is '5', .*but SLURM_PROCID is not set\. `srun` sets all of them"),
     ({}, {"gpus_per_node": 2, "gpus_per_task": 2}, r"2 processes per host with 2 GPUs each need 4 GPUs, but the host has 2"),
@@ -157,7 +159,7 @@ def test_cr25_gpus_without_detected_ones_and_tasks_per_node_as_list_work():
     )
 
 
-@pytest.mark.parametrize("settings, options, message", [
+@each_row("settings, options, message", [
     ({"SLURM_STEP_NODELIST": " "}, {}, r"but SLURM_STEP_NODELIST is not set"),
     ({"SLURM_PROCID": "5"}, {}, r"SLURM_PROCID is 5, but SLURM_STEP_NUM_TASKS is 5: the index must be from 0 to 4"),
     ({"SLURM_PROCID": "x"}, {}, r"SLURM_PROCID must be an integer >= 0, got 'x'"),

@@ -6,6 +6,8 @@ import pytest
 
 from jdist.cluster import ClusterNotFoundError, TFConfigClusterResolver
 
+from laws import each_row
+
 CLUSTER = {"worker": ["worker0:2222", "worker1:2222"], "ps": ["ps0:2222"]}
 
 
@@ -39,7 +41,7 @@ def test_cr2_text_that_is_not_json_is_an_error_with_the_position():
         make_resolver("{bad")
 
 
-@pytest.mark.parametrize("text, message", [
+@each_row("text, message", [
     ("null", r"TF_CONFIG must be a JSON object, got null"),
     ("[]", r"TF_CONFIG must be a JSON object, got \[\]"),
     ('{"task": [1]}', r"The task in TF_CONFIG must be a JSON object, got \[1\]"),

@@ -21,6 +21,8 @@ from jax.experimental import multihost_utils
 import jdist
 from jdist.cluster import ClusterResolver, TPUClusterResolver
 
+from laws import each_row
+
 few = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 SKIP = "TPU_SKIP_MDS_QUERY"
 TWO = {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", "TPU_WORKER_ID": "1"}
@@ -202,7 +204,7 @@ def test_chips_per_process_come_from_the_bounds_or_the_topology(variables, chips
     assert make_resolver(TWO, variables).num_accelerators() == {"TPU": chips}
 
 
-@pytest.mark.parametrize("variables", [{}, {"TPU_TOPOLOGY": "twisted"}, {"TPU_TOPOLOGY": "0x4"}, {"TPU_TOPOLOGY": " "}])
+@each_row("variables", [{}, {"TPU_TOPOLOGY": "twisted"}, {"TPU_TOPOLOGY": "0x4"}, {"TPU_TOPOLOGY": " "}])
 def test_unknown_number_of_chips_is_an_error(variables):
     with pytest.raises(RuntimeError, match=r"neither TPU_TOPOLOGY nor .* is set.*use `jax\.local_device_count\(\)`"):
         make_resolver(TWO, variables).num_accelerators()
@@ -271,7 +273,7 @@ def test_most_explicit_setting_of_the_coordinator_has_priority(variables, option
 # Errors
 
 
-@pytest.mark.parametrize(
+@each_row(
     "variables, message",
     [
         (
@@ -321,7 +323,7 @@ def test_contradictory_variables_are_errors_with_their_names(variables, message)
         make_resolver(TWO, variables)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "a:b", ":80", "http://a:80"])
+@each_row("address", ["10.0.0.1", "a:b", ":80", "http://a:80"])
 def test_coordinator_without_host_and_port_is_an_error(address):
     with pytest.raises(ValueError, match=rf"`coordinator_address` must be a host with a port.*got '{address}'"):
         make_resolver(TWO, coordinator_address=address)
@@ -334,7 +336,7 @@ def test_tpu_of_another_host_is_an_error_with_the_command_to_run_there():
         make_resolver(TWO, tpu="pod")
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+@each_row("seconds", [0, -1, float("inf"), float("nan")])
 def test_invalid_timeout_is_an_error(seconds):
     with pytest.raises(ValueError, match=f"`timeout_seconds` must be a finite number > 0, got {seconds}"):
         make_resolver(TWO, timeout_seconds=seconds)
@@ -422,7 +424,7 @@ def test_request_to_a_busy_server_is_repeated(metadata):
     assert len(server.requests) == len(POD) + 2
 
 
-@pytest.mark.parametrize("statuses, count", [([503] * 9, 3), ([500], 1), ([403], 1), ([302], 1)])
+@each_row("statuses, count", [([503] * 9, 3), ([500], 1), ([403], 1), ([302], 1)])
 def test_request_that_returns_an_error_is_repeated_at_most_twice(metadata, statuses, count):
     server, variables = metadata(POD, statuses)
     message = rf"failed: http://{variables['GCE_METADATA_HOST']}/.*worker-network-endpoints.*has status {statuses[0]}"
@@ -440,7 +442,7 @@ def test_server_without_tpu_attributes_is_an_error(metadata):
         TPUClusterResolver(environ=variables)
 
 
-@pytest.mark.parametrize("flavor", [None, "Other"])
+@each_row("flavor", [None, "Other"])
 def test_response_without_the_metadata_flavor_is_an_error(metadata, flavor):
     _, variables = metadata(POD, flavor=flavor)
     with pytest.raises(
@@ -449,7 +451,7 @@ def test_response_without_the_metadata_flavor_is_an_error(metadata, flavor):
         TPUClusterResolver(environ=variables)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "attributes, kind, message",
     [
         (
@@ -569,7 +571,7 @@ def test_all_requests_share_one_deadline(metadata):
     assert len(server.requests) < len(POD)
 
 
-@pytest.mark.parametrize("variable", ["GCE_METADATA_HOST", "GCE_METADATA_IP"])
+@each_row("variable", ["GCE_METADATA_HOST", "GCE_METADATA_IP"])
 def test_missing_server_is_an_error_with_its_address(variable):
     with socket.socket() as bound:  # but not listening
         bound.bind(("127.0.0.1", 0))
@@ -578,7 +580,7 @@ def test_missing_server_is_an_error_with_its_address(variable):
             TPUClusterResolver(environ={variable: host})
 
 
-@pytest.mark.parametrize("host", ["http://127.0.0.1", "127.0.0.1:http", "a b"])
+@each_row("host", ["http://127.0.0.1", "127.0.0.1:http", "a b"])
 def test_invalid_server_address_is_an_error(host):
     with pytest.raises(RuntimeError, match=f"failed: http://{re.escape(host)}/"):
         TPUClusterResolver(environ={"GCE_METADATA_HOST": host})

@@ -4,6 +4,8 @@ import pytest
 
 from jdist.cluster import EnvironmentClusterResolver, SimpleClusterResolver, TPUClusterResolver, UnionResolver
 
+from laws import each_row
+
 
 def workers(addresses, **options):
     return SimpleClusterResolver({"worker": addresses}, **options)
@@ -19,7 +21,7 @@ def test_cr14_lists_of_the_same_job_are_concatenated_in_order():
     assert (union.master(), union.process_id, union.num_processes) == ("w4:1", 2, 4)
 
 
-@pytest.mark.parametrize("first, second, indices", [
+@each_row("first, second, indices", [
     (sparse(7, 9), sparse(3, 6, 7), r"\[7\]"),
     (workers(["a:1", "b:1"]), sparse(1, 5), r"\[1\]"),
 ])  # fmt: skip

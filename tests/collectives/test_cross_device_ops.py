@@ -13,7 +13,7 @@ from jax import lax
 import jdist
 from jdist import AllReduce, CommunicationOptions, HierarchicalAllReduce, ReductionToOneDevice
 
-from laws import assert_in_step, rows
+from laws import assert_in_step, each_row, rows
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 ALGORITHMS = {
@@ -269,13 +269,13 @@ NEGATIVE = {
 }
 
 
-@pytest.mark.parametrize("make, message", NEGATIVE.values(), ids=NEGATIVE)
+@each_row("make, message", NEGATIVE.values(), ids=NEGATIVE)
 def test_negative_number_of_bytes_is_an_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-@pytest.mark.parametrize("size", [-1, 0, 3, 5, 16])
+@each_row("size", [-1, 0, 3, 5, 16])
 def test_group_size_that_does_not_divide_the_replicas_is_an_error(size):
     message = rf"8 replicas cannot form groups of {size}: `group_size` must be a divisor of 8\."
     with pytest.raises(ValueError, match=message):
@@ -302,7 +302,7 @@ WRONG_TYPES = {
 }
 
 
-@pytest.mark.parametrize("make, message", WRONG_TYPES.values(), ids=WRONG_TYPES)
+@each_row("make, message", WRONG_TYPES.values(), ids=WRONG_TYPES)
 def test_options_of_a_wrong_type_are_errors(make, message):
     with pytest.raises(TypeError, match=message):
         make()

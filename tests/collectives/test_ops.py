@@ -10,7 +10,7 @@ from jax import lax
 import jdist
 from jdist import ReduceOp
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, each_row, rows
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
@@ -20,10 +20,8 @@ def test_reduction_accepts_its_name_in_any_case(name):
     assert ReduceOp.of(name) is ReduceOp.MEAN
 
 
-@pytest.mark.parametrize("op", ["avg", "", 3, None], ids=str)
-@pytest.mark.parametrize(
-    "call", [jdist.all_reduce, lambda op, x: jdist.OneDeviceStrategy("cpu:0").reduce(op, x, axis=None)]
-)
+@each_row("op", ["avg", "", 3, None])
+@each_row("call", [jdist.all_reduce, lambda op, x: jdist.OneDeviceStrategy("cpu:0").reduce(op, x, axis=None)])
 def test_unknown_reduction_is_an_error(op, call):
     with pytest.raises(ValueError, match=r"is not a reduction; take one of 'SUM', 'MEAN', 'MAX', 'MIN'"):
         call(op, 1.0)
@@ -175,7 +173,7 @@ SCATTER_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call, error, message", SCATTER_ERRORS.values(), ids=SCATTER_ERRORS)
+@each_row("call, error, message", SCATTER_ERRORS.values(), ids=SCATTER_ERRORS)
 def test_invalid_reduce_scatter_is_an_error(call, error, message, two):
     with pytest.raises(error, match=message):
         two.run(call)
@@ -241,7 +239,7 @@ NOT_REDUCIBLE = {
 }
 
 
-@pytest.mark.parametrize("op, leaf, message", NOT_REDUCIBLE.values(), ids=NOT_REDUCIBLE)
+@each_row("op, leaf, message", NOT_REDUCIBLE.values(), ids=NOT_REDUCIBLE)
 def test_all_reduce_of_a_leaf_without_that_reduction_is_an_error_with_its_path(op, leaf, message, strategy):
     with pytest.raises(TypeError, match=message):
         strategy.run(lambda x: jdist.all_reduce(op, {"x": x}), (leaf,))
@@ -249,7 +247,7 @@ def test_all_reduce_of_a_leaf_without_that_reduction_is_an_error_with_its_path(o
         jdist.all_reduce(op, {"x": leaf})
 
 
-@pytest.mark.parametrize("axis", [1, -2])
+@each_row("axis", [1, -2])
 def test_all_gather_along_a_missing_dimension_is_an_error_with_the_path(axis, strategy):
     message = (
         rf"value\['x'\] is float32\[3\]: it does .* dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis`"
@@ -260,7 +258,7 @@ def test_all_gather_along_a_missing_dimension_is_an_error_with_the_path(axis, st
         jdist.all_gather({"x": jnp.ones(3)}, axis)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "call",
     [
         lambda x: jdist.all_reduce("sum", x),
@@ -408,7 +406,7 @@ def test_all_reduce_of_row_slices_outside_any_strategy_is_the_identity():
     chex.assert_trees_all_equal(jdist.all_reduce("mean", slices), slices)
 
 
-@pytest.mark.parametrize("op", ["max", "min"])
+@each_row("op", ["max", "min"])
 def test_max_and_min_of_row_slices_are_errors_with_the_fix(op, strategy):
     message = (
         rf"value\['e'\] is RowSlices, whose {op.upper()} .*Use SUM or MEAN, or reduce the table: `value\.dense\(\)`"
@@ -465,8 +463,8 @@ BY_OPS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("make", (STRATEGIES | VIRTUAL | BY_OPS).values(), ids=STRATEGIES | VIRTUAL | BY_OPS)
+@each_row("dtype", ["float32", "bfloat16", "float16"])
+@each_row("make", (STRATEGIES | VIRTUAL | BY_OPS).values(), ids=STRATEGIES | VIRTUAL | BY_OPS)
 def test_max_and_min_are_nan_where_any_replica_has_nan(make, dtype):
     strategy = make()
     examples = [np.array(row).astype(jnp.dtype(dtype)) for row in NANS]
@@ -481,7 +479,7 @@ def test_max_and_min_are_nan_where_any_replica_has_nan(make, dtype):
         np.testing.assert_array_equal(np.asarray(reduced[1], np.float64), expected[:2])
 
 
-@pytest.mark.parametrize("axis", [None, "0", 1.0, (0,), True], ids=repr)
+@each_row("axis", [None, "0", 1.0, (0,), True])
 def test_all_gather_along_an_axis_that_is_not_an_integer_is_an_error(axis, two):
     message = r"`axis` must be a dimension of one replica's value, an integer, got .*`x\[None\]`, and use `axis=0`"
     for gather in (lambda x: two.gather(x, axis), lambda x: two.run(lambda x: jdist.all_gather(x, axis), (x,))):
@@ -516,7 +514,7 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize("fn, name", TOO_LARGE.values(), ids=TOO_LARGE)
+@each_row("fn, name", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_host_integer_beyond_32_bits_is_an_error_with_its_path(fn, name, two):
     for call in (lambda: two.run(lambda: fn(np.int64(2**40))), lambda: fn(np.int64(2**40))):
         with pytest.raises(ValueError, match=f"^{name} holds 1099511627776, which is out of the range of int32"):

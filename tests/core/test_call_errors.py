@@ -13,6 +13,8 @@ import pytest
 import jdist
 from jdist import callbacks, data, hlo, testing
 
+from laws import each_row
+
 X = np.ones((8, 3), np.float32)
 STEP = jdist.step(lambda state, x: (state, None))
 
@@ -275,7 +277,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_row("name", CALLS)
 def test_call_whose_arguments_do_not_fit_says_what_to_write(name):
     call, error, message = CALLS[name]
     with pytest.raises(error, match=re.escape(message)) as info:

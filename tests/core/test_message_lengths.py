@@ -10,6 +10,8 @@ from flax import linen, nnx
 import jdist
 from jdist import callbacks, cluster, coordinator, data, hlo, metrics, sync, testing
 
+from laws import each_row
+
 X = np.ones((8, 3), np.float32)
 MODEL = (lambda key, x: jnp.zeros(3)), (lambda w, x: x @ w)
 SGD = optax.sgd(0.1)
@@ -138,7 +140,7 @@ def values():
     return {kind: make() for kind, make in VALUES.items()}
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each_row("call", CALLS)
 def test_wrong_argument_is_one_line(call, values):
     with jax.transfer_guard("allow"):
         for kind, value in values.items():

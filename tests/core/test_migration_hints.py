@@ -15,6 +15,8 @@ import pytest
 import jdist
 from jdist._src.core.migration_hints import migration_hints
 
+from laws import each_row
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 GUIDE = (ROOT / "docs/from_tf_distribute.md").read_text()
 HINTS = {owner: [table["hints"] for table in tables] for owner, tables in migration_hints()["attributes"].items()}
@@ -37,7 +39,7 @@ def _plain_names():
     return sorted({name for name in NAMES if "." not in name})
 
 
-@pytest.mark.parametrize("name", STRATEGY_NAMES)
+@each_row("name", STRATEGY_NAMES)
 def test_tensorflow_name_on_a_strategy_is_an_error_with_the_line_to_write(name, two):
     message = rf"^'MirroredStrategy' object has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=message):
@@ -46,7 +48,7 @@ def test_tensorflow_name_on_a_strategy_is_an_error_with_the_line_to_write(name, 
     assert name not in dir(two)
 
 
-@pytest.mark.parametrize("name", MODULE_NAMES)
+@each_row("name", MODULE_NAMES)
 def test_tensorflow_name_in_the_module_is_an_error_with_the_line_to_write(name):
     message = rf"^module 'jdist' has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=message):
@@ -55,7 +57,7 @@ def test_tensorflow_name_in_the_module_is_an_error_with_the_line_to_write(name):
     assert name not in dir(jdist)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name, line",
     [
         ("experimental_distribute_dataset", "strategy.distribute_dataset(source, batch_size)"),
@@ -70,17 +72,17 @@ def test_tensorflow_name_on_every_strategy_is_an_error_with_the_new_name(name, l
         getattr(strategy, name)
 
 
-@pytest.mark.parametrize("name", _names_after("Strategy."))
+@each_row("name", _names_after("Strategy."))
 def test_name_of_the_guide_on_a_strategy_exists_or_has_advice(name, two):
     assert hasattr(two, name) or name in STRATEGY_NAMES
 
 
-@pytest.mark.parametrize("name", [*_names_after("tf.distribute.", "tf.distribute.experimental."), *_plain_names()])
+@each_row("name", [*_names_after("tf.distribute.", "tf.distribute.experimental."), *_plain_names()])
 def test_name_of_the_guide_in_the_module_exists_or_has_advice(name):
     assert hasattr(jdist, name) or name in MODULE_NAMES
 
 
-@pytest.mark.parametrize("name", JAX_NAMES)
+@each_row("name", JAX_NAMES)
 def test_jax_name_in_the_module_is_an_error_with_the_line_to_write(name):
     message = rf"^module 'jdist' has no attribute '{name}'\. JAX's `{name}`: (write|not needed|call)"
     with pytest.raises(AttributeError, match=message):
@@ -113,7 +115,7 @@ TABLES = [*sum(HINTS.values(), []), *migration_hints()["arguments"].values()]
 ADVICE = [item for table in TABLES for item in table.items()]
 
 
-@pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice[0])
+@each_row("advice", ADVICE)
 def test_advice_mentions_existing_names_only(advice, two):
     owners = {"jdist": jdist, "strategy": two}
     for module in ("callbacks", "cluster", "coordinator", "sync"):

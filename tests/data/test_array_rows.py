@@ -14,11 +14,11 @@ import pytest
 
 from jdist._src.data import array_rows
 
-from laws import STRATEGIES, Numbered, arrays
+from laws import STRATEGIES, Numbered, arrays, each_row
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2")}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3).map(tuple)
 held = st.sampled_from(["bool", "uint8", "int8", "int16", "uint32", "int32", "float16", "float32", "complex64"])
 
@@ -144,7 +144,7 @@ KEPT = {
 
 
 @every_strategy
-@pytest.mark.parametrize("values", KEPT.values(), ids=KEPT)
+@each_row("values", KEPT.values(), ids=KEPT)
 def test_supported_dtype_is_unchanged_bit_for_bit(values, strategy):
     sources = {
         "array": (values.copy(), 4),
@@ -160,7 +160,7 @@ def test_supported_dtype_is_unchanged_bit_for_bit(values, strategy):
 
 
 @every_strategy
-@pytest.mark.parametrize("dtype", [">i2", ">i4", ">u4", ">i8", ">f4", ">f8"])
+@each_row("dtype", [">i2", ">i4", ">u4", ">i8", ">f4", ">f8"])
 def test_numbers_in_another_byte_order_are_equal(dtype, strategy):
     values = np.arange(1, 5).astype(dtype)  # as in the IDX files of MNIST
     for source in (values, Again(*values)):
@@ -248,7 +248,7 @@ def test_integers_in_range_are_converted_without_a_warning(two, caplog):
 TOO_LARGE = [2**31, -(2**31) - 1, 2**63 - 1, np.uint64(2**32), np.uint64(2**64 - 1)]
 
 
-@pytest.mark.parametrize("value", TOO_LARGE)
+@each_row("value", TOO_LARGE)
 def test_integers_out_of_range_are_refused(value, two):
     kind = "uint32" if isinstance(value, np.uint64) else "int32"
     says = rf"source\['id'\] holds {value}, which is out of the range of {kind}\. .*jax_enable_x64"
@@ -315,14 +315,14 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("tree, says", ARRAYS.values(), ids=ARRAYS)
+@each_row("tree, says", ARRAYS.values(), ids=ARRAYS)
 def test_invalid_arrays_are_refused_by_name(tree, says, two):
     with pytest.raises(ValueError, match=says.format("")):
         _all(two.distribute_dataset(tree, 2))
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("tree, says", ARRAYS.values(), ids=ARRAYS)
+@each_row("prefetch", [0, 2])
+@each_row("tree, says", ARRAYS.values(), ids=ARRAYS)
 def test_invalid_batches_are_refused_by_name_and_batch(tree, says, prefetch, two):
     for source in (Again(tree), lambda step: tree):
         with pytest.raises(ValueError, match=says.format(IN_FIRST)):
@@ -381,8 +381,8 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("examples, says", EXAMPLES.values(), ids=EXAMPLES)
+@each_row("prefetch", [0, 2])
+@each_row("examples, says", EXAMPLES.values(), ids=EXAMPLES)
 def test_invalid_examples_are_refused_with_leaf_and_batch(examples, says, prefetch, two):
     with pytest.raises(ValueError, match=says.format(IN_FIRST)):
         _all(two.distribute_dataset(Again(*examples), 2, prefetch=prefetch))
@@ -438,8 +438,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("batches, says", CHANGES.values(), ids=CHANGES)
+@each_row("prefetch", [0, 2])
+@each_row("batches, says", CHANGES.values(), ids=CHANGES)
 def test_batches_that_change_midway_are_refused_with_leaf_and_batch(batches, says, prefetch, two):
     first, then = batches
     examples = [jax.tree.map(lambda leaf, i=i: leaf[i], batch) for batch in (first, first, then) for i in range(2)]
@@ -450,7 +450,7 @@ def test_batches_that_change_midway_are_refused_with_leaf_and_batch(batches, say
         assert len(given) == 2
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@each_row("prefetch", [0, 2])
 def test_batches_that_change_in_the_second_epoch_are_refused_there(prefetch, two):
     class Wider:
         def __init__(self):

@@ -18,6 +18,8 @@ from jdist._src.data.files import Files
 from jdist._src.data.shards import ProcessShare
 from jdist._src.data.source_adapters import source_of
 
+from laws import each_row
+
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 START = Position(0, 0, None, 1)
 
@@ -173,10 +175,10 @@ def test_global_batches_are_bitwise_equal_for_any_replicas_and_processes(
     _same(_join(config, two), expected)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
+@each_row("processes", [1, 2, 4])
+@each_row("replicas", [1, 2, 3, 4, 8])
+@each_row("interleaved", [False, True])
+@each_row("shuffle", [False, True])
 def test_global_batches_are_bitwise_equal_for_every_tabulated_layout(replicas, processes, interleaved, shuffle):
     processes = min(processes, replicas)
     owner = np.arange(replicas) % processes if interleaved else np.arange(replicas) * processes // replicas

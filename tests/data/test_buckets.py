@@ -10,6 +10,8 @@ from jdist._src.data import batch_sync
 from jdist._src.values.base import is_distributed
 from jdist.data import Buckets
 
+from laws import each_row
+
 WIDTHS = [3, 7, 8, 1, 5, 2]
 
 
@@ -119,7 +121,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("buckets, batches, says", REFUSED.values(), ids=REFUSED)
+@each_row("buckets, batches, says", REFUSED.values(), ids=REFUSED)
 def test_batches_that_do_not_fit_are_refused(buckets, batches, says, two):
     with pytest.raises(ValueError, match=says):
         list(two.distribute_dataset(lambda: iter(batches), None, buckets=buckets))

@@ -10,10 +10,10 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, arrays, homes
+from laws import STRATEGIES, arrays, each_row, homes
 
 REPLICAS = {name: make() for name, make in STRATEGIES.items()}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 ORDERED = [(shuffle, remainder) for shuffle in (False, True) for remainder in ("drop", "pad")]
 BATCH = 24  # every number of replicas divides it
 EXAMPLES = 60  # neither number divides the other
@@ -42,7 +42,7 @@ def _numbers(dataset):
 
 
 @every_strategy
-@pytest.mark.parametrize("shuffle, remainder", ORDERED)
+@each_row("shuffle, remainder", ORDERED)
 def test_global_batches_are_the_same_for_any_number_of_replicas(shuffle, remainder, strategy):
     options = dict(shuffle=shuffle, seed=5, epochs=2, remainder=remainder)
     dataset = strategy.distribute_dataset(_source(), BATCH, **options)
@@ -53,7 +53,7 @@ def test_global_batches_are_the_same_for_any_number_of_replicas(shuffle, remaind
 
 
 @every_strategy
-@pytest.mark.parametrize("shuffle, remainder", ORDERED)
+@each_row("shuffle, remainder", ORDERED)
 def test_rows_of_a_batch_match_and_are_placed_on_their_replica(shuffle, remainder, strategy):
     n, source = strategy.num_replicas_in_sync, _source()
     for element in strategy.distribute_dataset(source, BATCH, shuffle=shuffle, remainder=remainder):
@@ -285,7 +285,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("options, says", REFUSED.values(), ids=REFUSED)
+@each_row("options, says", REFUSED.values(), ids=REFUSED)
 def test_dataset_that_cannot_be_distributed_is_refused(options, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(**{"source": np.zeros(12), "batch_size": 4, **options})
@@ -308,13 +308,13 @@ WRONG_KINDS = {
 }
 
 
-@pytest.mark.parametrize("options, says", WRONG_KINDS.values(), ids=WRONG_KINDS)
+@each_row("options, says", WRONG_KINDS.values(), ids=WRONG_KINDS)
 def test_option_that_is_not_an_integer_is_refused(options, says):
     with pytest.raises(TypeError, match=says):
         STRATEGIES["mirrored_2"]().distribute_dataset(np.arange(8), **{"batch_size": 4, **options})
 
 
-@pytest.mark.parametrize("shuffle", ["no", "", 1, 0, [], 0.0])
+@each_row("shuffle", ["no", "", 1, 0, [], 0.0])
 def test_shuffle_that_is_not_a_bool_is_refused(shuffle, two):
     with pytest.raises(TypeError, match=r"`shuffle` must be True, False or None, got"):
         two.distribute_dataset(np.arange(8), 4, shuffle=shuffle)

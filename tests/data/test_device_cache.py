@@ -19,7 +19,7 @@ from jdist._src.data.shards import ProcessShare
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import unread_rows
 
-from laws import STRATEGIES, among
+from laws import STRATEGIES, among, each_row
 
 STRATEGIES_AND_VIRTUAL = {
     **STRATEGIES,
@@ -309,7 +309,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("options, says", REFUSED.values(), ids=REFUSED)
+@each_row("options, says", REFUSED.values(), ids=REFUSED)
 def test_source_that_cannot_be_cached_is_refused(options, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(**{"source": np.zeros(12), "batch_size": 4, **options})

@@ -13,10 +13,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import jdist
 from jdist.data import Files
 
-from laws import STRATEGIES, Numbered
+from laws import STRATEGIES, Numbered, each_row
 
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 COUNTS = [5, 0, 7, 1, 300, 12]  # examples per file: none, fewer than a batch, more than a chunk
 EDGES = np.cumsum([0, *COUNTS]).tolist()
 BATCH = 30
@@ -101,11 +101,10 @@ def _file_of(number):
     return next(i for i, edge in enumerate(EDGES[1:]) if number < edge)
 
 
-@every_strategy
 @every_reader
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_files_yield_their_examples_once_and_in_order(save, read, remainder, strategy, tmp_path):
-    dataset = strategy.distribute_dataset(_files(tmp_path, save, read), BATCH, epochs=2, remainder=remainder)
+def test_files_yield_their_examples_once_and_in_order(save, read, remainder, two, tmp_path):
+    dataset = two.distribute_dataset(_files(tmp_path, save, read), BATCH, epochs=2, remainder=remainder)
     cut = [ALL[i : i + BATCH] for i in range(0, len(ALL), BATCH)]
     assert len(cut[-1]) < BATCH
     assert _numbers(dataset) == (cut if remainder == "pad" else cut[:-1]) * 2
@@ -303,7 +302,7 @@ NO_EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("read, says", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
+@each_row("read, says", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
 def test_file_without_examples_is_refused_with_the_path(read, says, two):
     with pytest.raises(ValueError, match=says) as error:
         next(iter(two.distribute_dataset(Files(["here"], read), 2)))
@@ -344,19 +343,19 @@ def test_files_without_paths_are_refused():
             Files(paths, np.load)
 
 
-@pytest.mark.parametrize("path", ["a.npy", pathlib.Path("a.npy")])
+@each_row("path", ["a.npy", pathlib.Path("a.npy")])
 def test_single_path_is_refused_with_the_fix(path):
     with pytest.raises(TypeError, match=r"`paths` must be a list of paths, got .*a\.npy.*\. Write `\['a\.npy'\]`"):
         Files(path, np.load)
 
 
-@pytest.mark.parametrize("paths", [5, None, b"a.npy"])
+@each_row("paths", [5, None, b"a.npy"])
 def test_paths_that_are_not_a_list_are_refused(paths):
     with pytest.raises(TypeError, match=r"`paths` must be a list of paths, got "):
         Files(paths, np.load)
 
 
-@pytest.mark.parametrize("read", [None, "npy", 5])
+@each_row("read", [None, "npy", 5])
 def test_reader_that_is_not_a_function_is_refused(read):
     with pytest.raises(TypeError, match=r"`read` must be a function from a path to the examples of that file, got "):
         Files(["a"], read)
@@ -381,7 +380,7 @@ def test_single_process_reads_all_files_under_every_policy(two, tmp_path):
         assert _numbers(two.distribute_dataset(files, 4, auto_shard=policy)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("shards", ["data", "file"])
+@each_row("shards", ["data", "file"])
 def test_reader_of_batches_with_a_batch_size_is_refused_with_the_fix(shards):
     files = jdist.data.Files(["a"], lambda path: lambda step: np.zeros((2, 3), np.float32))
     dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(files, 2, auto_shard=shards)

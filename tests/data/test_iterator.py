@@ -22,11 +22,11 @@ import pytest
 import jdist
 from jdist._src.data.sources import Arrays
 
-from laws import STRATEGIES, among, arrays
+from laws import STRATEGIES, among, arrays, each_row
 
 few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 SIZE, COUNT = 6, 27
 PATIENCE = 30  # seconds until a test fails
 
@@ -257,7 +257,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong, says", WRONG.values(), ids=WRONG)
+@each_row("wrong, says", WRONG.values(), ids=WRONG)
 def test_invalid_position_is_refused_and_the_iterator_continues(wrong, says, two):
     iterator = iter(two.distribute_dataset(_arrays(), SIZE, **DATA))
     expected = _numbers(two.distribute_dataset(_arrays(), SIZE, **DATA))
@@ -280,7 +280,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name, value", VALUES.values(), ids=VALUES)
+@each_row("name, value", VALUES.values(), ids=VALUES)
 def test_position_with_an_invalid_value_is_refused_by_name(name, value, two):
     iterator = iter(two.distribute_dataset(_arrays(), SIZE, **DATA))
     with pytest.raises(ValueError, match=name):
@@ -304,7 +304,7 @@ def test_position_after_the_last_full_batch_is_refused_with_drop(two):
         _resumed(dataset, {**iter(dataset).get_state(), "batch": 5})
 
 
-@pytest.mark.parametrize("size", [None, 0, -6, "6", True])
+@each_row("size", [None, 0, -6, "6", True])
 def test_position_of_batches_without_a_size_is_refused(size, two):
     dataset = two.distribute_dataset(_Batches(), None, remainder="pad")
     state = {**iter(dataset).get_state(), "batch": 1, "batch_size": size}
@@ -336,7 +336,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("options, says", OTHER.values(), ids=OTHER)
+@each_row("options, says", OTHER.values(), ids=OTHER)
 def test_position_of_other_data_or_order_is_refused_with_both_values(options, says, two):
     options = {"source": _arrays(), "batch_size": SIZE, **DATA, **options}
     iterator = iter(two.distribute_dataset(**options))
@@ -478,7 +478,7 @@ def test_length_of_an_endless_data_set_is_refused(two):
         len(two.distribute_dataset(_arrays(), SIZE, epochs=None))
 
 
-@pytest.mark.parametrize("kind", ["stream", "batches", "files"])
+@each_row("kind", ["stream", "batches", "files"])
 def test_unknown_length_is_refused(kind, two):
     dataset = _dataset(two, kind)
     with pytest.raises(TypeError, match="unknown before the source is read"):
@@ -509,7 +509,7 @@ def test_iterators_of_a_data_set_are_independent(kind, two):
     assert _numbers(dataset) == _epoch()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@each_row("prefetch", [0, 2])
 def test_second_loop_over_a_generator_is_refused(prefetch, two):
     dataset = two.distribute_dataset((np.int32(i) for i in range(12)), SIZE, prefetch=prefetch)
     assert [batch.tree.ravel().tolist() for batch in dataset] == _epoch(12)
@@ -789,8 +789,8 @@ class _SourceError(Exception):
     pass
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
-@pytest.mark.parametrize("error", [_SourceError("at 20"), OSError(5, "disk"), KeyError("x"), SystemExit(3)])
+@each_row("prefetch", [0, 1, 2, 50])
+@each_row("error", [_SourceError("at 20"), OSError(5, "disk"), KeyError("x"), SystemExit(3)])
 def test_error_in_the_source_follows_the_batches_before_it_with_its_own_traceback(error, prefetch, two):
     iterator = iter(two.distribute_dataset(_Source(fails_at=20, error=error), SIZE, prefetch=prefetch))
     assert _numbers(itertools.islice(iterator, 3)) == _epoch()[:3]
@@ -803,7 +803,7 @@ def test_error_in_the_source_follows_the_batches_before_it_with_its_own_tracebac
     _no_threads()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@each_row("prefetch", [0, 2])
 def test_error_in_a_function_of_the_step_is_raised_at_its_step_and_can_be_retried(prefetch, two):
     broken = [True]
 
@@ -824,7 +824,7 @@ def test_error_in_a_function_of_the_step_is_raised_at_its_step_and_can_be_retrie
     iterator.close()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@each_row("prefetch", [0, 2])
 def test_batch_of_another_shape_is_refused_with_its_number_and_leaf(prefetch, two):
     def source(step):
         return {"x": np.zeros((SIZE, 3 if step < 2 else 4), np.float32)}

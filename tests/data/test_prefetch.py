@@ -15,6 +15,8 @@ import pytest
 
 from jdist._src.data.prefetch import Inline, Threaded
 
+from laws import each_row
+
 few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 PATIENCE = 30  # seconds until a test fails
 KINDS = {"inline": Inline, "threaded": Threaded}
@@ -138,8 +140,8 @@ def test_error_is_raised_once_after_the_items_before_it(kind, count, depth):
     items.close()
 
 
-@pytest.mark.parametrize("error", [_MakerError("x"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
-@pytest.mark.parametrize("depth", [1, 3])
+@each_row("error", [_MakerError("x"), KeyboardInterrupt(), SystemExit(1)])
+@each_row("depth", [1, 3])
 def test_error_of_any_kind_in_the_thread_is_raised_in_take(error, depth):
     items = Threaded(_making(2, error), depth)
     assert [items.take(), items.take()] == [0, 1]

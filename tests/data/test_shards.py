@@ -11,11 +11,11 @@ import jdist
 from jdist._src.data.shards import ProcessShare, check_split, process_share
 from jdist.data import AutoShardPolicy, InputContext
 
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 
 few = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 
 
 # The policies
@@ -37,7 +37,7 @@ def test_policies_have_the_values_of_tensorflow():
     }
 
 
-@pytest.mark.parametrize("given", ["files", "", " data", None, 1, True, False, ["data"], "AutoShardPolicy.DATA"])
+@each_row("given", ["files", "", " data", None, 1, True, False, ["data"], "AutoShardPolicy.DATA"])
 def test_policy_of_an_unknown_name_is_refused_with_the_valid_names(given):
     with pytest.raises(
         ValueError, match=r"is not a policy for `auto_shard`; take one of 'OFF', 'AUTO', 'FILE', 'DATA', 'HINT'"
@@ -55,7 +55,7 @@ def test_context_returns_the_batch_size_per_replica():
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (2, 1, 6)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "replicas, size, says",
     [
         (6, 13, r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*use 12 or 18\."),
@@ -70,7 +70,7 @@ def test_context_refuses_a_batch_that_cannot_be_split_with_the_nearest_sizes(rep
         InputContext(num_replicas_in_sync=replicas).get_per_replica_batch_size(size)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "wrong, says",
     [
         ((2, 5), r"`input_pipeline_id` must be less than .*input_pipeline_id=5 and num_input_pipelines=2"),
@@ -85,7 +85,7 @@ def test_inconsistent_context_is_refused(wrong, says):
         InputContext(*wrong)
 
 
-@pytest.mark.parametrize("wrong", [(2.0, 1), (2, "1"), (2, 1, None), (True, 0)])
+@each_row("wrong", [(2.0, 1), (2, "1"), (2, 1, None), (True, 0)])
 def test_context_argument_that_is_not_an_integer_is_refused(wrong):
     with pytest.raises(TypeError, match="must be an integer >= [01], got"):
         InputContext(*wrong)
@@ -268,8 +268,7 @@ SOURCES = {
 }
 
 
-@every_strategy
-@pytest.mark.parametrize(
+@each_row(
     "kind, policy",
     [
         *itertools.product(SOURCES, [AutoShardPolicy.AUTO, AutoShardPolicy.DATA, AutoShardPolicy.OFF]),
@@ -277,14 +276,12 @@ SOURCES = {
         ("stream", AutoShardPolicy.HINT),
     ],
 )
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_single_process_reads_everything_under_every_policy(kind, policy, shuffle, strategy):
+@each_row("shuffle", [False, True])
+def test_single_process_reads_everything_under_every_policy(kind, policy, shuffle, two):
     if shuffle and kind in ("stream", "batches"):
         return
     size = None if kind == "batches" else 6
-    found = strategy.distribute_dataset(
-        SOURCES[kind](), size, auto_shard=policy, remainder="pad", shuffle=shuffle, seed=2
-    )
+    found = two.distribute_dataset(SOURCES[kind](), size, auto_shard=policy, remainder="pad", shuffle=shuffle, seed=2)
     expected = REPLICAS["one_device"].distribute_dataset(
         SOURCES[kind](), size, auto_shard="data", remainder="pad", shuffle=shuffle, seed=2
     )
@@ -303,14 +300,14 @@ def test_hint_calls_shard_with_the_index_of_this_process():
     assert log == [(1, 0)]
 
 
-@pytest.mark.parametrize("source", [np.arange(8), [1, 2], _files()], ids=["array", "list", "files"])
+@each_row("source", [np.arange(8), [1, 2], _files()], ids=["array", "list", "files"])
 def test_hint_without_shard_is_refused_with_the_type_of_the_source(source):
     says = rf"auto_shard=\"hint\" calls `shard\(num_shards, index\)` of the source, but {type(source).__name__} does not have"
     with pytest.raises(ValueError, match=says):
         REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard="hint")
 
 
-@pytest.mark.parametrize("source", [np.arange(8), (i for i in range(3))], ids=["array", "generator"])
+@each_row("source", [np.arange(8), (i for i in range(3))], ids=["array", "generator"])
 def test_file_policy_without_files_is_refused_with_the_type_of_the_source(source):
     says = rf"auto_shard=\"file\" needs a source of files, got {type(source).__name__}.*jdist\.data\.Files"
     with pytest.raises(ValueError, match=says):

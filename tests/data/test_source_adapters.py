@@ -20,10 +20,10 @@ import pytest
 import jdist
 from jdist._src.data.source_iterators import restart_each_epoch
 
-from laws import STRATEGIES, arrays
+from laws import STRATEGIES, arrays, each_row
 
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 COUNT, BATCH = 16, 6
 CUT = [list(range(i, min(i + BATCH, COUNT))) for i in range(0, COUNT, BATCH)]
 
@@ -467,11 +467,10 @@ def _pairs(torch):
     return torch.utils.data.TensorDataset(torch.arange(COUNT), torch.arange(COUNT)[:, None].float())
 
 
-@every_strategy
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
-@pytest.mark.parametrize("make, batch_size", TORCH.values(), ids=TORCH)
-def test_torch_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, torch):
-    dataset = strategy.distribute_dataset(make(torch), batch_size, epochs=2, remainder=remainder)
+@each_row("remainder", ["drop", "pad"])
+@each_row("make, batch_size", TORCH.values(), ids=TORCH)
+def test_torch_source_yields_each_example_once_per_epoch(make, batch_size, remainder, two, torch):
+    dataset = two.distribute_dataset(make(torch), batch_size, epochs=2, remainder=remainder)
     assert _numbers(dataset, has_weights=remainder == "pad") == _expected(remainder) * 2
 
 
@@ -662,11 +661,10 @@ TENSORFLOW = {
 }
 
 
-@every_strategy
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
-@pytest.mark.parametrize("make, batch_size", TENSORFLOW.values(), ids=TENSORFLOW)
-def test_tensorflow_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, tensorflow):
-    dataset = strategy.distribute_dataset(make(tensorflow), batch_size, epochs=2, remainder=remainder)
+@each_row("remainder", ["drop", "pad"])
+@each_row("make, batch_size", TENSORFLOW.values(), ids=TENSORFLOW)
+def test_tensorflow_source_yields_each_example_once_per_epoch(make, batch_size, remainder, two, tensorflow):
+    dataset = two.distribute_dataset(make(tensorflow), batch_size, epochs=2, remainder=remainder)
     assert _numbers(dataset, has_weights=remainder == "pad") == _expected(remainder) * 2
 
 
@@ -696,7 +694,7 @@ def test_tensorflow_dataset_is_not_shuffled_from_outside(tensorflow, two):
         two.distribute_dataset(_tensors(tensorflow), BATCH, shuffle=True)
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@each_row("batched", [False, True])
 def test_tensorflow_dataset_of_strings_is_refused_by_name(batched, tensorflow, two):
     dataset = tensorflow.data.Dataset.from_tensor_slices({"s": ["a", "bc"], "x": [1, 2]})
     with pytest.raises(
@@ -750,11 +748,10 @@ def _rows():
     return ({"n": i, "x": [i, i]} for i in range(COUNT))
 
 
-@every_strategy
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
-@pytest.mark.parametrize("make, batch_size", HUGGING_FACE.values(), ids=HUGGING_FACE)
-def test_hugging_face_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, datasets):
-    dataset = strategy.distribute_dataset(make(datasets), batch_size, epochs=2, remainder=remainder)
+@each_row("remainder", ["drop", "pad"])
+@each_row("make, batch_size", HUGGING_FACE.values(), ids=HUGGING_FACE)
+def test_hugging_face_source_yields_each_example_once_per_epoch(make, batch_size, remainder, two, datasets):
+    dataset = two.distribute_dataset(make(datasets), batch_size, epochs=2, remainder=remainder)
     assert _numbers(dataset, has_weights=remainder == "pad") == _expected(remainder) * 2
 
 
@@ -827,7 +824,7 @@ def test_hugging_face_integer_out_of_range_is_refused_with_its_value(datasets, t
             next(iter(two.distribute_dataset(source, 2)))
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_row("stream", [False, True])
 def test_hugging_face_column_of_strings_is_refused_by_name(stream, datasets, two):
     table = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "bc"]})
     source = table.to_iterable_dataset() if stream else table
@@ -839,7 +836,7 @@ def test_hugging_face_column_of_strings_is_refused_by_name(stream, datasets, two
     assert _numbers(two.distribute_dataset(source.remove_columns("text"), 2)) == [[1, 2]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_row("stream", [False, True])
 def test_hugging_face_column_of_ragged_lists_is_refused_by_name(stream, datasets, two):
     table = datasets.Dataset.from_dict({"ids": [[1, 2, 3], [3, 4, 5], [5], [6, 7, 8]]})
     source = table.to_iterable_dataset() if stream else table

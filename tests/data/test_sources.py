@@ -18,11 +18,11 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, arrays
+from laws import STRATEGIES, arrays, each_row
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: make() for name, make in STRATEGIES.items()}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 BATCH = 24  # every number of replicas divides it
 COUNT = 60  # 12 examples are left over
 
@@ -136,7 +136,7 @@ def _part(count, part):
 
 
 def _table(kinds):
-    return pytest.mark.parametrize("make, batch_size", kinds.values(), ids=kinds)
+    return each_row("make, batch_size", kinds.values(), ids=kinds)
 
 
 def _numbers(elements):
@@ -157,18 +157,27 @@ def _expected(count, remainder):
     return whole if remainder == "pad" else [batch for batch in whole if len(batch) == BATCH]
 
 
-@every_strategy
-@pytest.mark.parametrize("remainder, count", [("drop", COUNT), ("pad", COUNT), ("error", 48)])
+REMAINDERS = [("drop", COUNT), ("pad", COUNT), ("error", 48)]
+
+
+@each_row("remainder, count", REMAINDERS)
 @_table(KINDS)
-def test_source_yields_its_examples_once_and_in_order(make, batch_size, remainder, count, strategy):
-    dataset = strategy.distribute_dataset(make(count), batch_size, remainder=remainder)
+def test_source_yields_its_examples_once_and_in_order(make, batch_size, remainder, count, two):
+    dataset = two.distribute_dataset(make(count), batch_size, remainder=remainder)
     assert _numbers(dataset) == _expected(count, remainder)
 
 
-@every_strategy
+@each_row("strategy", REPLICAS.values(), ids=REPLICAS)
+@each_row("remainder, count", REMAINDERS)
+def test_examples_are_in_order_on_any_number_of_replicas(remainder, count, strategy):
+    for source, batch_size in ((Sequence(count), BATCH), (Again(lambda: _cut(count)), None)):
+        dataset = strategy.distribute_dataset(source, batch_size, remainder=remainder)
+        assert _numbers(dataset) == _expected(count, remainder)
+
+
 @_table(ENDLESS)
-def test_endless_source_continues(make, batch_size, strategy):
-    dataset = strategy.distribute_dataset(make(), batch_size)
+def test_endless_source_continues(make, batch_size, two):
+    dataset = two.distribute_dataset(make(), batch_size)
     iterator = iter(dataset)
     assert _numbers(itertools.islice(iterator, 5)) == [list(range(BATCH))] * 5
     iterator.close()
@@ -184,7 +193,7 @@ def test_source_with_error_refuses_a_partial_batch(make, batch_size, two):
 
 
 @_table(AGAIN)
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@each_row("remainder", ["drop", "pad"])
 def test_source_is_read_once_per_epoch(make, batch_size, remainder, two):
     dataset = two.distribute_dataset(make(COUNT), batch_size, epochs=3, remainder=remainder)
     assert _numbers(dataset) == _expected(COUNT, remainder) * 3
@@ -205,7 +214,7 @@ def test_each_loop_reads_the_source_from_the_beginning(make, batch_size, two):
 
 
 @_table({name: KINDS[name] for name in ONCE})
-@pytest.mark.parametrize("epochs", [2, None])
+@each_row("epochs", [2, None])
 def test_iterator_for_several_epochs_is_refused(epochs, make, batch_size, two):
     with pytest.raises(
         ValueError, match=rf"The source is a \w+, which can be read only once, but epochs={epochs}\. .*`__iter__`"
@@ -231,7 +240,7 @@ def test_generator_for_several_epochs_is_refused_with_the_line_to_write(two):
 
 
 @_table(KINDS)
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@each_row("remainder", ["drop", "pad"])
 def test_element_spec_has_the_shapes_of_the_batches(remainder, make, batch_size, two):
     dataset = two.distribute_dataset(make(COUNT), batch_size, remainder=remainder)
     if dataset.is_one_shot:
@@ -376,9 +385,9 @@ LENT = {
 }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("replicas", ["one_device", "mirrored_2"])
-@pytest.mark.parametrize("make, batch_size", LENT.values(), ids=LENT)
+@each_row("prefetch", [0, 2])
+@each_row("replicas", ["one_device", "mirrored_2"])
+@_table(LENT)
 def test_reused_buffer_of_the_source_does_not_change_batches(make, batch_size, replicas, prefetch):
     iterator = iter(REPLICAS[replicas].distribute_dataset(make(), batch_size, prefetch=prefetch))
     batches = list(itertools.islice(iterator, 4))
@@ -415,9 +424,13 @@ POSITIONED = {
 }
 
 
-@pytest.mark.parametrize("goes_on", ["one_device", "mirrored_2", "mirrored_3", "mirrored_8"])
-@pytest.mark.parametrize("make, batch_size, epochs, shuffle", POSITIONED.values(), ids=POSITIONED)
-def test_position_resumes_at_every_batch_on_any_number_of_replicas(make, batch_size, epochs, shuffle, goes_on, two):
+CONTINUED = [(name, "mirrored_3") for name in POSITIONED]
+CONTINUED += itertools.product(("sequence", "iterable_of_batches"), ("one_device", "mirrored_2", "mirrored_8"))
+
+
+@each_row("name, goes_on", CONTINUED)
+def test_position_resumes_at_every_batch_on_any_number_of_replicas(name, goes_on, two):
+    make, batch_size, epochs, shuffle = POSITIONED[name]
     options = dict(shuffle=shuffle, epochs=epochs, remainder="pad", seed=2)
 
     def iterator(strategy):
@@ -521,7 +534,7 @@ def test_position_may_be_set_twice_from_one_dict(one):
         assert _numbers(resumed) == _expected(COUNT, "pad")[1:]
 
 
-@pytest.mark.parametrize("remainder", ["drop", "error"])
+@each_row("remainder", ["drop", "error"])
 def test_position_of_batches_that_the_replicas_cannot_split_is_refused(remainder):
     def iterator(replicas):
         source = Again(lambda: _cut(18, 6))
@@ -535,7 +548,7 @@ def test_position_of_batches_that_the_replicas_cannot_split_is_refused(remainder
         next(resumed)
 
 
-@pytest.mark.parametrize("wrong", [{"batch": -1}, {"batch": 4}, {"batch": 1.5}, {"batch": "1"}, {"epoch": -1}])
+@each_row("wrong", [{"batch": -1}, {"batch": 4}, {"batch": 1.5}, {"batch": "1"}, {"epoch": -1}])
 def test_invalid_position_is_refused(wrong, two):
     iterator = iter(two.distribute_dataset(np.arange(12), 4))  # the batches are 0, 1 and 2
     with pytest.raises(ValueError, match="position"):
@@ -571,7 +584,7 @@ def test_function_of_the_step_with_a_larger_batch_is_refused_with_its_number(two
         list(dataset)
 
 
-@pytest.mark.parametrize("epochs", [2, 3])
+@each_row("epochs", [2, 3])
 @_table(ENDLESS)
 def test_endless_source_for_several_epochs_is_refused_with_the_fix(make, batch_size, epochs, two):
     says = rf"The source is endless, .*got epochs={epochs}\. Pass `epochs=None`, .*`itertools\.islice\(dataset, 1000\)`"
@@ -668,7 +681,7 @@ NO_SOURCE = {
 }
 
 
-@pytest.mark.parametrize("source, says", NO_SOURCE.values(), ids=NO_SOURCE)
+@each_row("source, says", NO_SOURCE.values(), ids=NO_SOURCE)
 def test_unsupported_source_is_refused(source, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(source, 2, remainder="pad")
@@ -691,15 +704,13 @@ NO_FUNCTION = {
 }
 
 
-@pytest.mark.parametrize("source, says", NO_FUNCTION.values(), ids=NO_FUNCTION)
+@each_row("source, says", NO_FUNCTION.values(), ids=NO_FUNCTION)
 def test_function_with_other_arguments_is_refused_with_its_signature(source, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(source, 2)
 
 
-@pytest.mark.parametrize(
-    "result", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, None, 5, "text"], ids=str
-)
+@each_row("result", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, None, 5, "text"])
 def test_function_without_arguments_that_does_not_return_elements_is_refused(result, two):
     with pytest.raises(
         ValueError, match=r"a function without arguments that returned .*\. Such a function must return an iterator"
@@ -823,14 +834,14 @@ NO_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("result, says", NO_BATCHES.values(), ids=NO_BATCHES)
+@each_row("result, says", NO_BATCHES.values(), ids=NO_BATCHES)
 def test_function_of_the_context_that_does_not_return_batches_is_refused_with_advice(result, says, two):
     with pytest.raises(ValueError, match=says) as refused:
         list(two.distribute_datasets_from_function(lambda context: result))
     assert not any(name in str(refused.value) for name in ("`batch_size", "auto_shard", "shuffle"))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "fn, got",
     [([np.zeros(2)], "list"), (lambda: [np.zeros(2)], "a function with other arguments")],
     ids=["list", "no_arguments"],
@@ -855,7 +866,7 @@ def test_archive_of_arrays_is_refused_with_its_type(tmp_path, two):
         next(iter(two.distribute_dataset(archive, 2)))
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@each_row("begun", [False, True])
 def test_distributed_dataset_as_a_source_is_refused(begun, two):
     dataset = two.distribute_dataset(np.arange(12), 4)
     with pytest.raises(ValueError, match="The source is .*Distributed(Dataset|Iterator)"):
@@ -902,7 +913,7 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("make, says", LISTS.values(), ids=LISTS)
+@each_row("make, says", LISTS.values(), ids=LISTS)
 def test_list_of_batches_with_a_batch_size_is_refused_with_the_fix(make, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(make(), 4)
@@ -937,8 +948,8 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("remainder", ["drop", "pad", "error"])
-@pytest.mark.parametrize("make, batch_size", EMPTY.values(), ids=EMPTY)
+@each_row("remainder", ["drop", "pad", "error"])
+@each_row("make, batch_size", EMPTY.values(), ids=EMPTY)
 def test_empty_stream_is_refused(make, batch_size, remainder, two):
     with pytest.raises(ValueError, match=r"The source is empty: there is nothing to distribute\."):
         next(iter(two.distribute_dataset(make(), batch_size, remainder=remainder)))
@@ -1033,7 +1044,7 @@ WRONG_ELEMENTS = {
 }
 
 
-@pytest.mark.parametrize("make, error, says", WRONG_ELEMENTS.values(), ids=WRONG_ELEMENTS)
+@each_row("make, error, says", WRONG_ELEMENTS.values(), ids=WRONG_ELEMENTS)
 def test_elements_that_replicas_cannot_hold_are_refused(make, error, says, two):
     with pytest.raises(error, match=says):
         next(iter(two.distribute_datasets_from_function(make, batched=False)))

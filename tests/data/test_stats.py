@@ -12,11 +12,11 @@ import pytest
 import jdist
 from jdist.data import Stats
 
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 PATIENCE = 30  # seconds until a test fails
 times = st.floats(0, 1e6)
 
@@ -32,14 +32,13 @@ class _Stream:
 SOURCES = {"arrays": lambda count: np.arange(count, dtype=np.int32), "stream": _Stream}
 
 
-@every_strategy
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("remainder, batches, examples", [("pad", 6, 40), ("drop", 6, 36)])
-def test_stats_count_batches_and_examples_without_padding(kind, prefetch, remainder, batches, examples, strategy):
+@each_row("kind", SOURCES)
+@each_row("prefetch", [0, 2])
+@each_row("remainder, batches, examples", [("pad", 6, 40), ("drop", 6, 36)])
+def test_stats_count_batches_and_examples_without_padding(kind, prefetch, remainder, batches, examples, two):
     options = dict(remainder=remainder, epochs=2, prefetch=prefetch)
     count, size = (20, 6) if remainder == "drop" else (20, 12)
-    iterator = iter(strategy.distribute_dataset(SOURCES[kind](count), size, **options))
+    iterator = iter(two.distribute_dataset(SOURCES[kind](count), size, **options))
     counted = [jdist.data.stats(iterator).examples]
     for element in iterator:
         rows = sum(np.asarray(element[1].tree).ravel() > 0) if remainder == "pad" else size

@@ -9,6 +9,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdist import hlo
 
+from laws import each_row
+
 X = jnp.ones((8, 16), jnp.float32)
 SIZE = 8 * 16 * 4
 
@@ -28,8 +30,8 @@ KINDS = {  # the operand has `SIZE` bytes per device
 }
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("replicas", [2, 4, 8])
+@each_row("kind", KINDS)
 def test_bytes_of_each_kind_are_those_of_a_ring_algorithm(kind, replicas):
     fn, sent = KINDS[kind]
     assert collectives_of(fn, shape=(replicas,)) == [(kind, sent(replicas), replicas, 1, False)]
@@ -129,7 +131,7 @@ def test_unsupported_collective_is_an_error():
         hlo.collectives(text)
 
 
-@pytest.mark.parametrize("text", ["", "module @jit_f {\n  func.func @main() { return }\n}"])
+@each_row("text", ["", "module @jit_f {\n  func.func @main() { return }\n}"])
 def test_text_that_is_not_a_compiled_program_is_an_error(text):
     with pytest.raises(ValueError, match="is not the text of a compiled program"):
         hlo.collectives(text)

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jdist
 from jdist._src.devices import mesh as meshes
 
+from laws import each_row
+
 ACCEPTED = {
     "all_by_default": (None, range(8)),
     "names_in_their_order": (["cpu:5", "cpu:1"], [5, 1]),
@@ -107,7 +109,7 @@ def test_mesh_of_device_objects_keeps_their_order():
     assert list(meshes.replica_mesh(devices).devices.flat) == devices
 
 
-@pytest.mark.parametrize("devices, error, message", REFUSED.values(), ids=REFUSED)
+@each_row("devices, error, message", REFUSED.values(), ids=REFUSED)
 def test_invalid_devices_are_errors(devices, error, message):
     with pytest.raises(error, match=message):
         jdist.MirroredStrategy(devices)
@@ -133,7 +135,7 @@ def test_single_device_instead_of_a_list_is_an_error():
         jdist.MirroredStrategy(jax.devices()[0])
 
 
-@pytest.mark.parametrize("strategy", [jdist.MirroredStrategy, jdist.CentralStorageStrategy])
+@each_row("strategy", [jdist.MirroredStrategy, jdist.CentralStorageStrategy])
 def test_mesh_with_a_model_axis_is_an_error_that_names_sharded_strategy(strategy):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     message = (
@@ -148,7 +150,7 @@ def test_devices_of_two_platforms_are_an_error():
         meshes._check([StandIn("gpu"), StandIn("cpu")])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "device, error, message",
     [
         (["cpu:0"], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got \['cpu:0'\]"),
@@ -191,7 +193,7 @@ def test_devices_run_consecutive_virtual_replicas(virtual, each, axes, local):
     assert [device.id for device in replicas.local_devices.values()] == local
 
 
-@pytest.mark.parametrize(
+@each_row(
     "virtual, error, message",
     [
         (1, ValueError, "`virtual_replicas=1` is less than the number of devices, 2"),

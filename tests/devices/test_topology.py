@@ -11,6 +11,8 @@ import pytest
 
 import jdist
 
+from laws import each_row
+
 CORES = {"v2": 2, "v3": 2, "v4": 2, "v5e": 1, "v5p": 1, "v6e": 1, "tpu7x": 2}  # devices a chip
 
 
@@ -89,7 +91,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("topology", WRONG.values(), ids=WRONG)
+@each_row("topology", WRONG.values(), ids=WRONG)
 def test_topology_that_does_not_exist_is_an_error_that_lists_the_valid_ones(topology):
     message = (
         rf"The TPU topology {re.escape(repr(topology))} does not exist\. Valid topologies are v2: .*v5e: 2x2, .*v5p: .*"
@@ -100,8 +102,8 @@ def test_topology_that_does_not_exist_is_an_error_that_lists_the_valid_ones(topo
         jdist.topology_devices(topology)
 
 
-@pytest.mark.parametrize("number", [0, -1, True, False, "2", 2.0, None])
-@pytest.mark.parametrize("make", [jdist.topology_devices, jdist.TPUStrategy], ids=["devices", "strategy"])
+@each_row("number", [0, -1, True, False, "2", 2.0, None])
+@each_row("make", [jdist.topology_devices, jdist.TPUStrategy], ids=["devices", "strategy"])
 def test_invalid_number_of_slices_is_an_error(make, number):
     with pytest.raises(
         (TypeError, ValueError), match=rf"`num_slices` must be an integer >= 1, got {re.escape(repr(number))}\."

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from jdist._src.devices.xla_flags import XlaFlag, XlaFlags, xla_flags
 
+from laws import each_row
+
 PLATFORMS = ("cpu", "cuda", "gpu", "tpu", "tpu v5e")
 WITH_FLAGS = [platform for platform in PLATFORMS if xla_flags(platform).flags]
 START = "import jax; jax.jit(lambda x: x + 1)(1.0)"
@@ -159,7 +161,7 @@ def test_cpu_has_no_flags(monkeypatch):
     assert flags.__rich__() == "No flags are recommended for cpu."
 
 
-@pytest.mark.parametrize("wrong", ["metal", "tpu v5p", "", None, ["gpu"]])
+@each_row("wrong", ["metal", "tpu v5p", "", None, ["gpu"]])
 def test_unknown_platform_is_an_error_that_lists_the_valid_ones(wrong):
     known = ", ".join(map(repr, PLATFORMS))
     with pytest.raises(
@@ -242,7 +244,7 @@ def test_apply_to_a_file_of_flags_is_an_error(not_started, monkeypatch):
     assert os.environ["XLA_FLAGS"] == "my_flags.txt"
 
 
-@pytest.mark.parametrize("platform", WITH_FLAGS)
+@each_row("platform", WITH_FLAGS)
 def test_apply_after_the_backends_started_is_an_error(platform):
     jax.devices()
     flags, before = xla_flags(platform), dict(os.environ)

@@ -13,7 +13,7 @@ import jdist
 from jdist import ClippedPerReplicaWarning, sync
 from jdist._src.jaxpr import clip_check
 
-from laws import among
+from laws import among, each_row
 
 CLIPS = {
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
@@ -61,8 +61,8 @@ def warned(strategy, tx, calls=1):
     return caught, lines[0]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("clip", ["clip_by_global_norm", "clip", "adaptive_grad_clip"])
+@each_row("policy", POLICIES)
+@each_row("clip", ["clip_by_global_norm", "clip", "adaptive_grad_clip"])
 def test_clipping_before_a_policy_warns_on_the_users_line(two, clip, policy):
     caught, line = warned(two, optax.chain(CLIPS[clip](), POLICIES[policy](), optax.sgd(0.1)))
     assert [(w.category, w.filename, w.lineno) for w in caught] == [(ClippedPerReplicaWarning, __file__, line)]
@@ -77,7 +77,7 @@ def test_clipping_before_a_hierarchy_warns():
     assert len(warned(strategy, tx)[0]) == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     "tx",
     [
         lambda: sync.every(optax.chain(optax.clip(1.0), sync.mean()), 2),

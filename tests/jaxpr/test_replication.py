@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, each_row, rows
 
 RIGHT, WRONG, HANGS, WARNS = {}, {}, {}, {}
 
@@ -553,7 +553,7 @@ def functions_that_jax_traces_to_python_code_of_a_varying_value(state, x):
 # --- the verdicts
 
 
-@pytest.mark.parametrize("step", RIGHT.values(), ids=RIGHT)
+@each_row("step", RIGHT.values(), ids=RIGHT)
 def test_correct_program_runs_and_its_state_stays_replicated(step, strategy):
     state = strategy.init(make_state, jax.random.key(0))
     compiled = strategy.step(step)
@@ -563,7 +563,7 @@ def test_correct_program_runs_and_its_state_stays_replicated(step, strategy):
     assert [name for name in compiled.proof.per_replica if name.startswith("state")] == []
 
 
-@pytest.mark.parametrize("step, parts", WRONG.values(), ids=WRONG)
+@each_row("step, parts", WRONG.values(), ids=WRONG)
 def test_incorrect_program_raises_with_the_cause(step, parts, strategy):
     state = strategy.init(make_state, jax.random.key(0))
     with pytest.raises(jdist.NotMirroredError) as error:
@@ -573,7 +573,7 @@ def test_incorrect_program_raises_with_the_cause(step, parts, strategy):
     assert not state["w"].is_deleted()  # nothing ran
 
 
-@pytest.mark.parametrize("step, parts", HANGS.values(), ids=HANGS)
+@each_row("step, parts", HANGS.values(), ids=HANGS)
 def test_program_that_would_hang_raises_with_the_cause(step, parts, strategy):
     state = strategy.init(make_state, jax.random.key(0))
     with pytest.raises(jdist.DivergentCollectiveError) as error:
@@ -582,7 +582,7 @@ def test_program_that_would_hang_raises_with_the_cause(step, parts, strategy):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("step", WARNS.values(), ids=WARNS)
+@each_row("step", WARNS.values(), ids=WARNS)
 def test_probable_mistake_warns_on_its_line(step, strategy):
     state = strategy.init(make_state, jax.random.key(0))
     with pytest.warns(jdist.RepeatedSumWarning, match="multiplies it by the number of replicas") as warned:

@@ -19,6 +19,7 @@ from jdist._src.execution.traced import UserCall as Call
 from jdist._src.jaxpr import replication
 from jdist._src.replica.context import ReplicaContext
 
+from laws import each_row
 from programs import AXIS, SIZE, Step, programs, replica_function
 
 pytestmark = [
@@ -190,7 +191,7 @@ def test_collective_below_a_predicate_that_varies_along_another_axis_runs(fn, be
 
 
 @every_predicate
-@pytest.mark.parametrize("fn", MESHES.values(), ids=MESHES)
+@each_row("fn", MESHES.values(), ids=MESHES)
 def test_collective_that_waits_for_the_mesh_below_a_varying_predicate_raises(fn, below):
     reason = r"ppermute at .*test_replication_soundness.py:\d+.* over group waits for every replica, also along replica"
     with pytest.raises(jdist.DivergentCollectiveError, match=reason):

@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 
 NEEDS_A_VALUE = {
     "if": (lambda x, flag: x if flag else -x, (1.0, True), r"a value computed from `flag` .*functools\.partial"),
@@ -120,7 +120,7 @@ def notes_of(error):
     return "\n".join(getattr(error, "__notes__", ()))
 
 
-@pytest.mark.parametrize("name", ["mirrored_2", "sharded_4", "one_device", "central_2"])
+@each_row("name", ["mirrored_2", "sharded_4", "one_device", "central_2"])
 def test_error_in_the_loss_has_a_note_with_the_arguments_of_the_replica(name):
     strategy = STRATEGIES[name]()
     count, share = strategy.num_replicas_in_sync, 8 // strategy.num_replicas_in_sync

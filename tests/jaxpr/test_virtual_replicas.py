@@ -8,7 +8,7 @@ from jax import lax
 
 import jdist
 
-from laws import among
+from laws import among, each_row
 
 VIRTUAL = 6
 ON = {devices: jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=VIRTUAL) for devices in (1, 2, 3, 4, 6)}
@@ -199,7 +199,7 @@ def test_state_continues_with_another_number_of_virtual_replicas():
     assert [float(x) for x in moved["seen"].values] == [3.75] * 4
 
 
-@pytest.mark.parametrize(
+@each_row(
     "communicate",
     [
         lambda x: lax.ppermute(x, "replica", [(0, 1)]),

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -127,6 +129,33 @@ STATES = {
 def among(names, *chosen):
     """All of them, with those that are not chosen marked as slow."""
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def each_row(names, rows, ids=None):
+    """As `pytest.mark.parametrize`, in one test that reports every row that fails: for tables of short checks.
+
+    The rows share the fixtures of the test.
+    """
+    names, rows = [name.strip() for name in names.split(",")], list(rows)
+    ids = [str(row)[:80] for row in rows] if ids is None else list(ids)
+
+    def decorate(test):
+        arguments = inspect.signature(test).parameters
+        fixtures = [argument for name, argument in arguments.items() if name not in names]
+        if "subtests" not in arguments:
+            fixtures.append(inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD))
+
+        @functools.wraps(test)
+        def run(subtests, **values):
+            values |= {"subtests": subtests} if "subtests" in arguments else {}
+            for row_id, row in zip(ids, rows, strict=True):
+                with subtests.test(row_id):
+                    test(**values, **dict(zip(names, [row] if len(names) == 1 else row, strict=True)))
+
+        run.__signature__ = inspect.Signature(fixtures)
+        return run
+
+    return decorate
 
 
 def each_value(pairs):

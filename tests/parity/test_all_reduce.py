@@ -9,7 +9,7 @@ from jax import lax
 
 import jdist
 
-from laws import STRATEGIES, rows
+from laws import STRATEGIES, each_row, rows
 
 
 def _each(strategy, fn, *args):
@@ -137,8 +137,8 @@ FLOWS = {
 }
 
 
-@pytest.mark.parametrize("word", WORDS.values(), ids=WORDS)
-@pytest.mark.parametrize("flow, times", FLOWS.values(), ids=FLOWS)
+@each_row("word", WORDS.values(), ids=WORDS)
+@each_row("flow, times", FLOWS.values(), ids=FLOWS)
 def test_ar14_ar15_collective_in_control_flow_equals_the_collective_outside(flow, times, word, strategy):
     x = rows(strategy, 2)
     for result in _each(strategy, lambda go, x: flow(word, go, x), True, x):
@@ -177,7 +177,7 @@ def test_ar19_context_in_merge_call_is_the_cross_replica_context(strategy):
     assert (before, crossed) == (after, False)
 
 
-@pytest.mark.parametrize("word", WORDS.values(), ids=WORDS)
+@each_row("word", WORDS.values(), ids=WORDS)
 def test_ar20_collective_on_replica_0_only_is_an_error(word, strategy):
     lonely = lambda x: lax.cond(jdist.replica_id() == 0, word, lambda x: x, x)
     message = (

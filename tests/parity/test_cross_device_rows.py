@@ -8,6 +8,8 @@ import pytest
 import jdist
 from jdist import AllReduce, CommunicationOptions, HierarchicalAllReduce, ReductionToOneDevice, RowSlices
 
+from laws import each_row
+
 OPS = {
     "all_reduce": AllReduce(),
     "scattered": AllReduce(bytes_to_scatter=0),
@@ -22,8 +24,8 @@ def _per_replica(strategy, *values):
     return strategy.distribute_values_from_function(lambda c: jnp.asarray(values[c.replica_id_in_sync_group]))
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+@each_row("replicas", [1, 2, 4])
+@each_row("ops", OPS.values(), ids=OPS)
 def test_cd1_mean_and_sum_are_placed_on_every_device(ops, replicas):
     strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], cross_device_ops=ops)
     numbers = _per_replica(strategy, *map(float, range(replicas)))
@@ -69,9 +71,9 @@ def test_cd4_cd5_reduction_of_row_slices_concatenates_the_rows(op, rows, table, 
     assert result.dense().tolist() == [table.get(i, [0, 0]) for i in range(5)]
 
 
-@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
-@pytest.mark.parametrize("num_rows", [5, 500], ids=["small_table", "large_table"])
-@pytest.mark.parametrize("op, table", [(op, table) for op, _, table in SPARSE.values()], ids=SPARSE)
+@each_row("ops", OPS.values(), ids=OPS)
+@each_row("num_rows", [5, 500], ids=["small_table", "large_table"])
+@each_row("op, table", [(op, table) for op, _, table in SPARSE.values()], ids=SPARSE)
 def test_cd4_cd5_reduction_of_row_slices_in_a_replica_function_equals_the_reduction_of_tables(op, table, num_rows, ops):
     strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
     rows = _per_replica(strategy, np.float32([[1, 2], [0, 0]]), np.float32([[3, 4], [5, 6]]))

@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, arrays, homes
+from laws import STRATEGIES, arrays, each_row, homes
 
 
 class Batched:
@@ -91,13 +91,13 @@ def test_ds10_examples_instead_of_batches_are_errors_and_vectors_are_split(two):
     assert _steps(vectors) == [[[1, 2], [3]]]
 
 
-@pytest.mark.parametrize("source", [object(), 5, 1.5], ids=["object", "int", "float"])
+@each_row("source", [object(), 5, 1.5], ids=["object", "int", "float"])
 def test_ds11_invalid_source_is_an_error_with_its_type(source, two):
     with pytest.raises(ValueError, match=rf"The source is {type(source).__name__}, which is not supported"):
         two.distribute_dataset(source, 2)
 
 
-@pytest.mark.parametrize("remainder", ["drop", "pad", "error"])
+@each_row("remainder", ["drop", "pad", "error"])
 def test_ds12_empty_data_set_is_an_error(remainder, two):
     empty = "The source is empty: there is nothing to distribute"
     with pytest.raises(ValueError, match=empty):
@@ -271,7 +271,7 @@ def test_ds32_pipeline_per_replica_does_not_affect_later_data_sets(two):
     assert before == after == [[[0], [1]], [[2], [3]]]
 
 
-@pytest.mark.parametrize("remainder, total", [("pad", 310), ("drop", 200)])
+@each_row("remainder, total", [("pad", 310), ("drop", 200)])
 def test_ds33_ragged_rows_are_errors_and_padded_ones_are_split_with_their_masks(remainder, total, two):
     ragged = [np.full(i % 4, i, np.int32) for i in range(20)]
     with pytest.raises(ValueError, match=r"source has the shape \[1\] in example 1 in batch 0 of epoch 0, but \[0\]"):

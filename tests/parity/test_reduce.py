@@ -6,6 +6,8 @@ import pytest
 
 import jdist
 
+from laws import each_row
+
 
 def _per_replica(strategy, *values):
     """Returns a `PerReplica` with one array of float32 or int32 per replica."""
@@ -41,7 +43,7 @@ def test_rd7_replica_without_rows_does_not_count(two):
     assert float(two.reduce("sum", value, axis=0)) == 6.0
 
 
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@each_row("op", ["sum", "mean"])
 def test_rd8_uneven_rows_element_by_element_are_errors(op, two):
     message = r"value has the shapes \[3\], \[1\] on the replicas.*as in `axis=0`, or concatenate .*`strategy\.gather`"
     with pytest.raises(ValueError, match=message):
@@ -93,7 +95,7 @@ HOST_VALUES = {
 }
 
 
-@pytest.mark.parametrize("value, message", HOST_VALUES.values(), ids=HOST_VALUES)
+@each_row("value, message", HOST_VALUES.values(), ids=HOST_VALUES)
 def test_rd22_rd24_sum_of_host_value_is_an_error(value, message, two):
     value = value() if callable(value) else value
     with pytest.raises(ValueError, match=rf"{message}, held by none of the 2 replicas.*`value \* strategy"):

@@ -8,6 +8,8 @@ from jax.experimental import sparse
 
 import jdist
 
+from laws import each_row
+
 
 def _per_replica(*values):
     return jdist.PerReplica(np.asarray(values))
@@ -86,7 +88,7 @@ def test_ru9_values_from_function_may_come_from_an_iterator(two):
     assert [int(x) for x in made.values] == [0, 1]
 
 
-@pytest.mark.parametrize("fn, got", [(3, "int"), (None, "NoneType"), ("f", "str")])
+@each_row("fn, got", [(3, "int"), (None, "NoneType"), ("f", "str")])
 def test_ru13_run_of_an_object_that_is_not_a_function_is_an_error(fn, got, strategy):
     with pytest.raises(TypeError, match=f"`fn` must be a function, got {got}"):
         strategy.run(fn)

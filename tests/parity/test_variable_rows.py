@@ -9,7 +9,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step
+from laws import STRATEGIES, assert_in_step, each_row
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
 PLACES = [("on_write", aggregation) for aggregation in AGGREGATIONS]
@@ -79,8 +79,8 @@ def test_va5_value_that_the_host_assigns_is_replicated(aggregation, synchronizat
         assert [float(x) for x in two.local_results(assigned + 1)] == [6.0, 6.0]
 
 
-@pytest.mark.parametrize("write", [lambda old, number: number + 1, lambda old, number: old + number])
-@pytest.mark.parametrize("synchronization", ["auto", "on_write"])
+@each_row("write", [lambda old, number: number + 1, lambda old, number: old + number])
+@each_row("synchronization", ["auto", "on_write"])
 def test_va6_varying_writes_without_aggregation_are_errors(synchronization, write, strategy):
     value = _made(strategy, 1.0, synchronization)
     message = r"state is not proved to be replicated(.|\n)*`jdist\.Mirrored\(x, aggregation\)`"
@@ -143,7 +143,7 @@ def test_va14_sync_on_read_sum_is_assigned_in_equal_shares(two):
     assert (_components(assigned), float(assigned.read())) == ([2.5, 2.5], 5.0)
 
 
-@pytest.mark.parametrize("word", ["assign_add", "assign_sub"])
+@each_row("word", ["assign_add", "assign_sub"])
 def test_va14_addition_on_the_host_to_a_sync_on_read_sum_is_an_error(word, strategy):
     value = _made(strategy, 1.0, "on_read", "sum")
     message = (
@@ -161,7 +161,7 @@ def test_va15_integer_sync_on_read_sum_has_no_remainder(two):
     assert (_components(assigned), int(assigned.read())) == ([4, 3], 7)
 
 
-@pytest.mark.parametrize("number", [-7, -1, 0, 1, 5, 7])
+@each_row("number", [-7, -1, 0, 1, 5, 7])
 def test_va15_integer_sync_on_read_sum_equals_the_assigned_value_under_every_strategy(number, strategy):
     assert int(_made(strategy, np.int32(0), "on_read", "sum").assign(number).read()) == number
 
@@ -267,7 +267,7 @@ def test_va31_rows_that_a_replica_adds_without_aggregation_are_local(two):
         _written(two, _made(two, table, "on_write"), add_own)
 
 
-@pytest.mark.parametrize("op", ["min", "max"])
+@each_row("op", ["min", "max"])
 def test_va32_min_and_max_of_slices_are_errors(op, strategy):
     message = rf"value is RowSlices, whose {op.upper()} over the replicas.*Use SUM or MEAN.*`value\.dense\(\)`"
     with pytest.raises(TypeError, match=message):

@@ -13,7 +13,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, each_row, rows
 
 
 def test_repr_and_devices_of_a_strategy():
@@ -30,7 +30,7 @@ def test_num_replicas_raises_with_the_name_to_write(two):
         two.num_replicas  # noqa: B018
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@each_row("count", [1, 8])
 def test_number_of_devices_raises_with_the_line_to_write(count):
     with pytest.raises(TypeError, match=rf"got {count}: write `MirroredStrategy\(jax\.devices\(\)\[:{count}\]\)`"):
         jdist.MirroredStrategy(count)
@@ -198,14 +198,14 @@ def test_array_that_a_state_is_made_of_stays_valid(name, make, source):
 # --- calls that raise
 
 
-@pytest.mark.parametrize("method", ["run", "init", "step"])
-@pytest.mark.parametrize("value, got", [(3, "int"), (None, "NoneType"), ("train", "str")])
+@each_row("method", ["run", "init", "step"])
+@each_row("value, got", [(3, "int"), (None, "NoneType"), ("train", "str")])
 def test_function_that_is_not_callable_raises(method, value, got, two):
     with pytest.raises(TypeError, match=rf"`fn` must be a function, got {got}"):
         getattr(two, method)(value)
 
 
-@pytest.mark.parametrize("value, got", [(np.ones(2), "ndarray"), (3.0, "float"), ({"x": 1}, "dict")])
+@each_row("value, got", [(np.ones(2), "ndarray"), (3.0, "float"), ({"x": 1}, "dict")])
 def test_run_with_arguments_that_are_not_a_tuple_raises(value, got, two):
     with pytest.raises(TypeError, match=rf"`args` is a tuple of arguments, got {got}: write `run\(fn, \(value,\)\)`"):
         two.run(lambda x: x, value)
@@ -230,8 +230,8 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@each_row("outer", OUTER.values(), ids=OUTER)
+@each_row("inner", INNER.values(), ids=INNER)
 def test_call_inside_a_replica_function_raises(inner, outer, two):
     message = r"a step is called inside a replica function\. Call the inner function directly"
     with pytest.raises(RuntimeError, match=message):
@@ -343,7 +343,7 @@ HOST_METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", HOST_METHODS)
+@each_row("method", HOST_METHODS)
 def test_host_method_inside_a_replica_function_raises(method, two):
     with pytest.raises(
         RuntimeError, match=rf"`strategy\.{method}` cannot be called inside a replica .*: call it outside, and pass"

@@ -18,7 +18,7 @@ import pytest
 import jdist
 
 import policies
-from laws import among, each_value
+from laws import among, each_row, each_value
 
 PLACES = {"host": "host", "apart": "cpu:5", "among": "cpu:0"}
 OFFLOADS = ("all", "optimizer")
@@ -245,7 +245,7 @@ def test_step_copies_nothing_through_the_host(place):
         jax.block_until_ready(step(state, batch))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@each_row("place", PLACES)
 def test_donated_state_raises(place):
     strategy = central(2, place)
     step = strategy.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))
@@ -267,7 +267,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize("device", PLACES.values(), ids=PLACES)
+@each_row("device", PLACES.values(), ids=PLACES)
 def test_array_in_two_leaves_raises(device):
     # In a new process: memory that is donated twice may end the process, or block it forever.
     completed = subprocess.run(
@@ -281,7 +281,7 @@ def test_array_in_two_leaves_raises(device):
     assert "state['b'] is the same array as state['a']" in completed.stdout
 
 
-@pytest.mark.parametrize("place", PLACES)
+@each_row("place", PLACES)
 def test_state_on_other_devices_raises(place):
     state = mirrored(3).put({"w": np.ones((8, 4), np.float32)})
     message = r"\['w'\] is on cpu:0, cpu:1, cpu:2, and this strategy uses cpu:0, cpu:1"
@@ -418,13 +418,13 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("error, options, message", INVALID.values(), ids=INVALID)
+@each_row("error, options, message", INVALID.values(), ids=INVALID)
 def test_invalid_options_raise(error, options, message):
     with pytest.raises(error, match=message):
         jdist.CentralStorageStrategy(**options)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@each_row("place", PLACES)
 def test_step_without_a_reduction_raises_with_the_leaf(place):
     def step(state, batch):
         grads = jax.grad(loss_of)(state["params"], *batch)

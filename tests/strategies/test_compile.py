@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jdist
 from jdist import hlo
 
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 
 SHAPE = jax.ShapeDtypeStruct
 TX = optax.adam(1e-2)
@@ -143,8 +143,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("call", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize("name", ["tpu", "virtual", "sharded_all", "central"])
+@each_row("call", RUNS.values(), ids=RUNS)
+@each_row("name", ["tpu", "virtual", "sharded_all", "central"])
 def test_running_on_topology_devices_raises(name, call):
     message = r"The 8 devices of this strategy \(TPU v5 lite\) come from a topology description: programs can be "
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_running_on_topology_devices_raises(name, call):
         call(ON_TPUS[name]())
 
 
-@pytest.mark.parametrize("synchronization", ["auto", "on_write", "on_read"])
+@each_row("synchronization", ["auto", "on_write", "on_read"])
 def test_variable_on_topology_devices_raises(synchronization):
     with ON_TPUS["tpu"]().scope(), pytest.raises(RuntimeError, match="come from a topology description"):
         jdist.variable(np.ones(3), synchronization=synchronization, aggregation="mean")
@@ -319,7 +319,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("error, call, message", REFUSED.values(), ids=REFUSED)
+@each_row("error, call, message", REFUSED.values(), ids=REFUSED)
 def test_invalid_arguments_of_compile_raise(error, call, message):
     with pytest.raises(error, match=re.escape(message)):
         call(ON_TPUS["tpu"]())

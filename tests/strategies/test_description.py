@@ -19,6 +19,8 @@ import jdist
 from jdist._src.strategies.description import describe
 from jdist._src.strategies.mesh_drawing import draw_mesh
 
+from laws import each_row
+
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
@@ -104,7 +106,7 @@ def test_text_html_and_console_have_the_same_contents(strategy, state):
     assert all(str(device.id) in text for device in strategy.mesh.devices.flat)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "leaf, placement",
     [
         (1.5, "on the host; not placed"),
@@ -451,7 +453,7 @@ def test_drawing_of_a_large_mesh_fits_and_contains_its_first_and_last_device(siz
     assert words >= {"…"} if max(sizes) > 16 else True
 
 
-@pytest.mark.parametrize("max_rows", [0, -1, True, 2.5, None])
+@each_row("max_rows", [0, -1, True, 2.5, None])
 def test_max_rows_below_one_raises(four, max_rows):
     with pytest.raises((TypeError, ValueError), match=f"`max_rows` must be an integer >= 1, got {max_rows!r}."):
         described(four, None, max_rows=max_rows)

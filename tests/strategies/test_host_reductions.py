@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, homes, rows
 
 few = hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
@@ -158,7 +158,7 @@ def test_local_results_of_a_host_value_are_one_value(strategy):
 HOST_SUMS = {"number": (3.0, r"3\.0"), "array": (np.ones((2, 3), np.float32), r"float32\[2,3\]")}
 
 
-@pytest.mark.parametrize("value, text", HOST_SUMS.values(), ids=HOST_SUMS)
+@each_row("value, text", HOST_SUMS.values(), ids=HOST_SUMS)
 def test_sum_of_host_value_raises_with_its_name(value, text, two):
     message = (
         rf"value\['x'\].*{text}.* host value, held by none of the 2 replicas.*`value \* strategy.num_replicas_in_sync`"
@@ -186,14 +186,14 @@ NOT_REDUCIBLE = {
 }
 
 
-@pytest.mark.parametrize("op, all_rows, message", NOT_REDUCIBLE.values(), ids=NOT_REDUCIBLE)
+@each_row("op, all_rows, message", NOT_REDUCIBLE.values(), ids=NOT_REDUCIBLE)
 def test_reduce_of_leaf_that_is_not_reducible_raises_with_its_name(op, all_rows, message, two):
     with pytest.raises(TypeError, match=message):
         two.reduce(op, two.put({"x": jdist.PerReplica(all_rows)}), axis=None)
 
 
-@pytest.mark.parametrize("axis", [2, -3, (0, 2)])
-@pytest.mark.parametrize(
+@each_row("axis", [2, -3, (0, 2)])
+@each_row(
     "place", [lambda s: rows(s, 2, 3), lambda s: s.put(np.ones((2, 3), np.float32))], ids=["per_replica", "replicated"]
 )
 def test_reduce_over_a_missing_dimension_raises_with_its_name(axis, place, two):
@@ -203,7 +203,7 @@ def test_reduce_over_a_missing_dimension_raises_with_its_name(axis, place, two):
         two.reduce("sum", {"x": place(two)}, axis=axis)
 
 
-@pytest.mark.parametrize("axis", [2, -3])
+@each_row("axis", [2, -3])
 def test_gather_along_a_missing_dimension_raises_with_its_name(axis, two):
     message = (
         rf"value\['x'\] is float32\[2,3\]: it does not have dimension {axis}\. Its dimensions are 0 to 1, or -2 to -1"
@@ -217,7 +217,7 @@ def test_gather_of_scalars_raises(two):
         two.gather(two.run(jdist.replica_id), axis=0)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "call", [lambda s, x: s.reduce("sum", x, axis=None), lambda s, x: s.gather(x, axis=0)], ids=["reduce", "gather"]
 )
 def test_value_of_another_strategy_raises_with_its_name(call, two):
@@ -231,7 +231,7 @@ INSTEAD = {
 }
 
 
-@pytest.mark.parametrize("method", INSTEAD)
+@each_row("method", INSTEAD)
 def test_host_reduction_in_a_replica_function_raises(method, two):
     call, instead = INSTEAD[method]
     message = rf"`strategy\.{method}` cannot be called inside a replica function: use {instead} there"
@@ -252,7 +252,7 @@ def test_reduce_over_a_duplicate_dimension_raises():
         strategy.reduce("mean", rows(strategy, 3), axis=(0, -1))
 
 
-@pytest.mark.parametrize("axis", ["ab", "0", 0.5, True, ("0",), np.array([0])], ids=repr)
+@each_row("axis", ["ab", "0", 0.5, True, ("0",), np.array([0])])
 def test_axis_that_is_not_an_integer_raises(axis):
     strategy = STRATEGIES["mirrored_2"]()
     with pytest.raises(
@@ -413,8 +413,8 @@ def test_uneven_rows_that_do_not_fit_raise_with_their_shapes(call, message, two)
         call(two, {"x": value})
 
 
-@pytest.mark.parametrize("op", ["mean", "max", "min"])
-@pytest.mark.parametrize("counts", [[0, 0], [0]], ids=["uneven_in_another", "even"])
+@each_row("op", ["mean", "max", "min"])
+@each_row("counts", [[0, 0], [0]], ids=["uneven_in_another", "even"])
 def test_reduce_of_empty_values_raises(op, counts, two):
     width = lambda i: 1 + i if len(counts) == 2 else 1
     value = two.distribute_values_from_function(lambda c: np.ones((0, width(c.replica_id_in_sync_group)), np.float32))
@@ -497,7 +497,7 @@ NOT_REDUCIBLE_PARTS = {
 }
 
 
-@pytest.mark.parametrize("make, op, message", NOT_REDUCIBLE_PARTS.values(), ids=NOT_REDUCIBLE_PARTS)
+@each_row("make, op, message", NOT_REDUCIBLE_PARTS.values(), ids=NOT_REDUCIBLE_PARTS)
 def test_reduce_of_values_that_are_not_reducible_raises_with_their_name(make, op, message, two):
     value = {"x": two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))}
     with pytest.raises(TypeError, match=message):
@@ -594,7 +594,7 @@ ROW_SLICES_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call, message", ROW_SLICES_ERRORS.values(), ids=ROW_SLICES_ERRORS)
+@each_row("call, message", ROW_SLICES_ERRORS.values(), ids=ROW_SLICES_ERRORS)
 def test_unsupported_reduction_of_row_slices_raises(call, message, two):
     with pytest.raises(TypeError, match=message):
         call(two, {"x": two.put(jdist.RowSlices(*_slices(0), 5))})
@@ -635,7 +635,7 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("make", UNFIT.values(), ids=UNFIT)
+@each_row("make", UNFIT.values(), ids=UNFIT)
 def test_reduce_of_row_slices_without_an_index_per_row_raises(make, two):
     rows = two.put(jdist.PerReplica(np.ones((2, 1, 2), np.float32)))
     with pytest.raises(
@@ -696,7 +696,7 @@ TRUNCATED = {
 }
 
 
-@pytest.mark.parametrize("call", TRUNCATED.values(), ids=TRUNCATED)
+@each_row("call", TRUNCATED.values(), ids=TRUNCATED)
 def test_host_integer_that_would_be_truncated_to_32_bits_raises_with_its_name(call, two):
     with pytest.raises(ValueError, match=r"^value\[0\] holds 1099511627776, which is out of the range of int32"):
         call(two, np.array([2**40]))

@@ -13,7 +13,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, rows
+from laws import STRATEGIES, each_row, rows
 
 
 def descend(w, x, rate=0.5):
@@ -188,7 +188,7 @@ INVALID_STATIC_ARGNAMES = {
 }
 
 
-@pytest.mark.parametrize("names, kind, message", INVALID_STATIC_ARGNAMES.values(), ids=INVALID_STATIC_ARGNAMES)
+@each_row("names, kind, message", INVALID_STATIC_ARGNAMES.values(), ids=INVALID_STATIC_ARGNAMES)
 def test_invalid_static_argnames_raise_at_the_definition(names, kind, message):
     with pytest.raises(kind, match=message):
         jdist.step(static_argnames=names)(descend)
@@ -228,7 +228,7 @@ INVALID_CALLS = {
 }
 
 
-@pytest.mark.parametrize("call, message", INVALID_CALLS.values(), ids=INVALID_CALLS)
+@each_row("call, message", INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_invalid_call_raises(call, message, two):
     with pytest.raises(TypeError, match=message):
         call(two)

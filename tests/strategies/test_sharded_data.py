@@ -27,7 +27,7 @@ from test_sharded_strategy import (
 
 import jdist
 
-from laws import STRATEGIES, Numbered
+from laws import STRATEGIES, Numbered, each_row
 
 # --- errors
 
@@ -52,7 +52,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
+@each_row("change, message", CHANGES.values(), ids=CHANGES)
 def test_step_that_changes_structure_shape_or_dtype_of_its_state_raises(change, message):
     strategy = sharded()
     state = strategy.put({"w": np.ones((8, 4), np.float32), "n": np.int32(0)})
@@ -89,7 +89,7 @@ def test_array_that_is_state_and_input_raises():
     assert not array.is_deleted()
 
 
-@pytest.mark.parametrize("make", ["init", "step"])
+@each_row("make", ["init", "step"])
 def test_layout_that_does_not_fit_the_state_raises(make):
     strategy = sharded("all", "data_model", {"second/kernel": PartitionSpec(None, "model")})
     message = r"dim 1 of state\['params'\]\['second'\]\['kernel'\], float32\[16,3\], over 'model', and 3 is not a multiple of 2"
@@ -126,7 +126,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("error, options, message", INVALID.values(), ids=INVALID)
+@each_row("error, options, message", INVALID.values(), ids=INVALID)
 def test_invalid_options_raise(error, options, message):
     with pytest.raises(error, match=message):
         jdist.ShardedStrategy(**options())
@@ -228,8 +228,8 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("where", MESHES)
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@each_row("where", MESHES)
+@each_row("source", SOURCES.values(), ids=SOURCES)
 def test_batches_equal_one_device_and_are_split_over_the_devices(source, where):
     strategy = sharded("all", where)
     actual = list(strategy.distribute_dataset(source(), 8, remainder="pad"))
@@ -262,9 +262,7 @@ def test_shuffled_epochs_have_the_order_of_one_device():
     assert rows_of(sharded()) == rows_of(one_device())
 
 
-@pytest.mark.parametrize(
-    "where, size, parts", [("four", 6, 4), ("eight", 12, 8), ("data_model", 5, 2), ("host_data", 6, 4)]
-)
+@each_row("where, size, parts", [("four", 6, 4), ("eight", 12, 8), ("data_model", 5, 2), ("host_data", 6, 4)])
 def test_batch_that_is_not_divisible_raises_with_the_number_of_parts(where, size, parts):
     message = rf"batch of {size} examples cannot be split over {parts} .*\({size % parts} left"
     with pytest.raises(ValueError, match=message) as error:

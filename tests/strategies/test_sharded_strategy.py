@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jdist
 
 import policies
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 
 SHARDS = ("optimizer", "gradients", "all")
 LAYOUT = {r"first/kernel": PartitionSpec(None, "model"), r"second/kernel": PartitionSpec("model", None)}
@@ -322,7 +322,7 @@ def test_state_is_donated(shard):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual])
+@each_row("axis_type", [AxisType.Explicit, AxisType.Manual])
 def test_mesh_with_axes_that_are_not_auto_raises(axis_type):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, axis_type), devices=jax.devices()[:4])
     message = rf"axis types 'data': Auto, 'model': {axis_type.name}, and .* needs `Auto`.*`mesh=jax\.sharding\.Mesh\("

@@ -18,7 +18,7 @@ from flax import linen as nn
 import jdist
 from jdist import hlo
 
-from laws import among
+from laws import among, each_row
 
 
 def _example(name):
@@ -304,9 +304,7 @@ def test_error_of_a_resolver_is_raised():
         jdist.TPUStrategy(resolver)
 
 
-@pytest.mark.parametrize(
-    "resolver", ["v5e:4x4", "local", "", 3, ["cpu:0"], jdist.cluster.TPUClusterResolver], ids=lambda value: str(value)
-)
+@each_row("resolver", ["v5e:4x4", "local", "", 3, ["cpu:0"], jdist.cluster.TPUClusterResolver])
 def test_cluster_resolver_of_another_type_raises(resolver):
     message = r"`cluster_resolver` is such as `jdist\.cluster\.TPUClusterResolver\(\)`, got "
     with pytest.raises(

@@ -12,7 +12,7 @@ import pytest
 import jdist
 from jdist import VariableAggregation, VariableSynchronization
 
-from laws import assert_in_step
+from laws import assert_in_step, each_row
 
 AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
 VALUE = {"w": np.float32([1, 2]), "n": (np.float32(3), None)}
@@ -35,7 +35,7 @@ def _expected():
 
 
 EXPECTED = _expected()
-every_choice = pytest.mark.parametrize(
+every_choice = each_row(
     "choice, kind", EXPECTED.items(), ids=[f"{sync}-{how}-{trainable}" for sync, how, trainable in EXPECTED]
 )
 
@@ -144,8 +144,8 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
-@pytest.mark.parametrize(
+@each_row("leaf", LEAVES.values(), ids=LEAVES)
+@each_row(
     "choice", [("auto", "none"), ("on_write", "only_first_replica"), ("on_read", "sum"), ("none", "none")], ids=str
 )
 def test_variable_may_hold_any_leaf(leaf, choice, two):
@@ -175,7 +175,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("choice, message", BAD.values(), ids=BAD)
+@each_row("choice, message", BAD.values(), ids=BAD)
 def test_invalid_choice_raises_everywhere(choice, message, two):
     with pytest.raises(ValueError, match=message):
         jdist.variable(1.0, **options(choice))
@@ -185,7 +185,7 @@ def test_invalid_choice_raises_everywhere(choice, message, two):
         two.init(lambda: jdist.variable(1.0, **options(choice)))
 
 
-@pytest.mark.parametrize("synchronization", ["auto", "on_write", "on_read"])
+@each_row("synchronization", ["auto", "on_write", "on_read"])
 def test_variable_of_integers_with_a_mean_raises(synchronization, two):
     message = (
         r"value\['n'\] is int32\[2\], and the mean of integers is a float, which it cannot hold\. Make it a float, or"

@@ -8,6 +8,8 @@ import pytest
 import jdist
 from jdist._src.values import aggregation as aggregations
 
+from laws import each_row
+
 CHOICES = [jdist.VariableSynchronization, jdist.VariableAggregation]
 
 
@@ -41,7 +43,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind, name, message", BAD.values(), ids=BAD)
+@each_row("kind, name, message", BAD.values(), ids=BAD)
 def test_unknown_name_is_refused_with_all_names(kind, name, message):
     with pytest.raises(ValueError, match=message):
         kind.of(name)
@@ -65,8 +67,8 @@ def test_aggregated_rows_are_replicated_on_their_devices(how, strategy):
     np.testing.assert_allclose(traced, result, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("leaf", [np.ones(2, bool), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
-@pytest.mark.parametrize("how", ADDED, ids=str)
+@each_row("leaf", [np.ones(2, bool), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
+@each_row("how", ADDED)
 def test_rows_of_a_dtype_without_that_aggregation_are_refused_by_name(how, leaf):
     with pytest.raises(TypeError, match=r"state\['x'\] is .*(bool|key<fry>)\["):
         aggregations.aggregate_rows(how, "state['x']", leaf)

@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, homes, rows
 
 
 def test_put_replicates_plain_leaves(strategy):
@@ -25,10 +25,9 @@ def test_put_replicates_plain_leaves(strategy):
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     "number, expected_dtype",
     [(2**31, "int32"), (-(2**31) - 1, "int32"), (np.int64(2**40), "int32"), (np.uint64(2**32), "uint32")],
-    ids=str,
 )
 def test_integer_that_jax_would_truncate_is_refused(number, expected_dtype, two):
     message = (
@@ -124,7 +123,7 @@ PUT_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("wrap, leaf, message", PUT_REFUSED.values(), ids=PUT_REFUSED)
+@each_row("wrap, leaf, message", PUT_REFUSED.values(), ids=PUT_REFUSED)
 def test_wrapper_that_does_not_fit_the_replicas_is_refused_by_every_function(wrap, leaf, message, two):
     with pytest.raises(ValueError, match=message):
         two.put({"x": wrap(leaf)})
@@ -201,7 +200,7 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("make, message", UNLIKE.values(), ids=UNLIKE)
+@each_row("make, message", UNLIKE.values(), ids=UNLIKE)
 def test_values_from_function_that_differ_in_structure_or_dtype_are_refused(make, message, two):
     with pytest.raises(ValueError, match=message):
         two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
@@ -330,7 +329,7 @@ WRONG_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_BATCHES)
+@each_row("case", WRONG_BATCHES)
 def test_batch_that_cannot_be_split_is_refused_with_its_numbers(case, two):
     batch, kind, message = WRONG_BATCHES[case]
     with pytest.raises(kind, match=message):

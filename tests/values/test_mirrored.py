@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, homes, rows
 
 TREE = {"a": np.float32([1, 2]), "b": (np.int32(3), None)}
 
@@ -120,7 +120,7 @@ NO_AGGREGATION = {
 }
 
 
-@pytest.mark.parametrize("leaf, aggregation, error, message", NO_AGGREGATION.values(), ids=NO_AGGREGATION)
+@each_row("leaf, aggregation, error, message", NO_AGGREGATION.values(), ids=NO_AGGREGATION)
 def test_assign_of_a_dtype_without_that_aggregation_is_refused_by_name(leaf, aggregation, error, message, two):
     value = two.put(jdist.Mirrored({"x": leaf}, aggregation))
     row = leaf if np.shape(leaf) == () else leaf[:2]
@@ -128,8 +128,8 @@ def test_assign_of_a_dtype_without_that_aggregation_is_refused_by_name(leaf, agg
         value.assign(jdist.PerReplica({"x": jnp.stack([row, row])}))
 
 
-@pytest.mark.parametrize("invalid", ["avg", "", 3, None], ids=str)
-@pytest.mark.parametrize("kind", [jdist.Mirrored, jdist.SyncOnRead])
+@each_row("invalid", ["avg", "", 3, None])
+@each_row("kind", [jdist.Mirrored, jdist.SyncOnRead])
 def test_unknown_aggregation_is_refused(invalid, kind):
     message = r"Invalid variable aggregation mode: .*; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'\."
     with pytest.raises(ValueError, match=message):

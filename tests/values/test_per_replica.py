@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, homes, rows
+from laws import STRATEGIES, each_row, homes, rows
 
 
 def test_repr_of_keys_and_empty_trees_shows_dtypes_and_shapes():
@@ -199,7 +199,7 @@ NOT_PADDED = {
 }
 
 
-@pytest.mark.parametrize("make", NOT_PADDED.values(), ids=NOT_PADDED)
+@each_row("make", NOT_PADDED.values(), ids=NOT_PADDED)
 def test_padded_of_leaves_that_differ_in_another_dim_is_refused(make, two):
     value = two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
     message = r"PerReplica\(.* \| .*\) cannot be padded by rows: its leaves differ.*Pad each replica's value to one shape where"

@@ -10,6 +10,8 @@ import pytest
 
 import jdist
 
+from laws import each_row
+
 
 def _dense(rows, indices, num_rows):
     table = np.zeros((num_rows, *np.shape(rows)[1:]), np.asarray(rows).dtype)
@@ -90,7 +92,7 @@ NOT_OF_TABLE = {
 }
 
 
-@pytest.mark.parametrize("shape, text", NOT_OF_TABLE.values(), ids=NOT_OF_TABLE)
+@each_row("shape, text", NOT_OF_TABLE.values(), ids=NOT_OF_TABLE)
 def test_rows_of_another_table_are_refused(shape, text):
     slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([0]), 4)
     with pytest.raises(ValueError, match=rf"The table is {text}, and these are rows .* of a table of 4 rows"):
@@ -137,7 +139,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("rows, indices, error, message", BAD.values(), ids=BAD)
+@each_row("rows, indices, error, message", BAD.values(), ids=BAD)
 def test_invalid_rows_and_indices_are_refused_by_name(rows, indices, error, message):
     slices = jdist.RowSlices(rows, indices, 4)
     with pytest.raises(error, match=r"grads\['e'\] " + message):

@@ -22,6 +22,8 @@ import jdist
 from jdist import sync
 from jdist._src.values.state_sharding import StateSharding, state_leaves
 
+from laws import each_row
+
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 PARAMS = {
@@ -85,8 +87,8 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
-@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@each_row("container", CONTAINERS.values(), ids=CONTAINERS)
+@each_row("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizer_state_is_recognized_in_every_container(tx, container):
     num_optimizer_leaves = lambda state: sum(leaf.is_optimizer for leaf in state_leaves(state))
     opt_state = _shapes(tx)
@@ -267,8 +269,8 @@ def test_sharding_metadata_of_nnx_splits_parameters_and_their_moments():
 # --- split of the moments of a parameter
 
 
-@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
-@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@each_row("container", CONTAINERS.values(), ids=CONTAINERS)
+@each_row("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_moments_of_a_parameter_are_split_like_it(tx, container):
     rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"one/kernel": PartitionSpec("model")})
     state = container(PARAMS, _shapes(tx))
@@ -421,7 +423,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("patterns, message", WRONG.values(), ids=WRONG)
+@each_row("patterns, message", WRONG.values(), ids=WRONG)
 def test_pattern_that_does_not_fit_the_state_is_refused(patterns, message):
     state = PARAMS, _shapes(optax.sgd(0.1, momentum=0.9))
     rules = layout("all", mesh(4, 2, axes=("data", "model")), **patterns)
@@ -452,13 +454,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("error, patterns, message", REFUSED.values(), ids=REFUSED)
+@each_row("error, patterns, message", REFUSED.values(), ids=REFUSED)
 def test_invalid_pattern_is_refused_immediately(error, patterns, message):
     with pytest.raises(error, match=message):
         StateSharding(mesh(4, 2, axes=("data", "model")), "data", "all", patterns)
 
 
-@pytest.mark.parametrize("shard", ["params", 1, None, ["all"]])
+@each_row("shard", ["params", 1, None, ["all"]])
 def test_unknown_shard_is_refused(shard):
     with pytest.raises(ValueError, match=r'"optimizer", "gradients" or "all", got ' + re.escape(repr(shard))):
         layout(shard)

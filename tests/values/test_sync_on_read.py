@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, homes, rows
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
 
@@ -72,7 +72,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("partial, aggregation, message", UNREADABLE.values(), ids=UNREADABLE)
+@each_row("partial, aggregation, message", UNREADABLE.values(), ids=UNREADABLE)
 def test_read_and_assign_of_leaf_without_that_aggregation_is_refused(partial, aggregation, message, two):
     value = two.put(jdist.SyncOnRead(partial, aggregation))
     with pytest.raises(TypeError, match=message):
@@ -158,7 +158,7 @@ def test_assign_of_one_value_per_replica_assigns_each(aggregation, strategy):
     np.testing.assert_array_equal(value.assign(value.assign(other)).tree, other.tree)
 
 
-@pytest.mark.parametrize("method", ["assign_add", "assign_sub"])
+@each_row("method", ["assign_add", "assign_sub"])
 def test_addition_of_one_value_to_a_sum_is_refused_as_ambiguous(method, two):
     value = two.put(jdist.SyncOnRead(np.float32([1, 2]), "sum"))
     message = (

@@ -14,6 +14,8 @@ import pytest
 
 import jdist
 
+from laws import each_row
+
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 WRAPPERS = {
     "PerReplica": lambda: jdist.PerReplica(X),
@@ -21,7 +23,7 @@ WRAPPERS = {
     "SyncOnRead": lambda: jdist.SyncOnRead(X, "sum", trainable=True),
     "Sharded": lambda: jdist.Sharded(X),
 }
-every_wrapper = pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
+every_wrapper = each_row("make", WRAPPERS.values(), ids=WRAPPERS)
 
 BINARY = {
     "+": operator.add,
@@ -90,8 +92,8 @@ def _refusal(value):
 
 
 @every_wrapper
-@pytest.mark.parametrize("sign", BINARY)
-@pytest.mark.parametrize("other", [2, np.float32(2), np.ones(3)], ids=["number", "numpy_scalar", "numpy_array"])
+@each_row("sign", BINARY)
+@each_row("other", [2, np.float32(2), np.ones(3)], ids=["number", "numpy_scalar", "numpy_array"])
 def test_binary_operator_of_a_wrapper_is_refused_on_both_sides(sign, other, make):
     value = make()
     with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
@@ -101,7 +103,7 @@ def test_binary_operator_of_a_wrapper_is_refused_on_both_sides(sign, other, make
 
 
 @every_wrapper
-@pytest.mark.parametrize("sign", IN_PLACE)
+@each_row("sign", IN_PLACE)
 def test_in_place_operator_of_a_wrapper_is_refused(sign, make):
     value = make()
     with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
@@ -109,7 +111,7 @@ def test_in_place_operator_of_a_wrapper_is_refused(sign, make):
 
 
 @every_wrapper
-@pytest.mark.parametrize("sign", UNARY)
+@each_row("sign", UNARY)
 def test_unary_operator_of_a_wrapper_is_refused(sign, make):
     value = make()
     with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
@@ -117,7 +119,7 @@ def test_unary_operator_of_a_wrapper_is_refused(sign, make):
 
 
 @every_wrapper
-@pytest.mark.parametrize("fn", NUMPY.values(), ids=NUMPY)
+@each_row("fn", NUMPY.values(), ids=NUMPY)
 def test_numpy_function_of_a_wrapper_is_refused_with_the_fix(fn, make):
     value = make()
     with pytest.raises(TypeError, match=_refusal(value)):
@@ -125,7 +127,7 @@ def test_numpy_function_of_a_wrapper_is_refused_with_the_fix(fn, make):
 
 
 @every_wrapper
-@pytest.mark.parametrize("fn", JAX.values(), ids=JAX)
+@each_row("fn", JAX.values(), ids=JAX)
 def test_jax_function_of_a_wrapper_is_refused_with_the_fix(fn, make):
     value = make()
     with pytest.raises(TypeError, match="`jax.numpy`" + _refusal(value)):
@@ -155,7 +157,7 @@ COPIES = {
 
 
 @every_wrapper
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@each_row("copied", COPIES.values(), ids=COPIES)
 def test_copy_of_a_wrapper_has_the_same_options(copied, make):
     value = make()
     result = copied(value)
@@ -223,7 +225,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("make, message", NESTED.values(), ids=NESTED)
+@each_row("make, message", NESTED.values(), ids=NESTED)
 def test_wrapper_inside_a_wrapper_is_refused_by_every_function(make, message, two):
     with pytest.raises(TypeError, match=r"value\['x'\] " + message):
         two.put({"x": make()})
@@ -256,7 +258,7 @@ def test_assign_of_its_own_values_changes_nothing(make, two):
 
 
 @every_wrapper
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+@each_row("method", ["assign", "assign_add", "assign_sub"])
 def test_assign_to_a_value_that_is_not_placed_is_refused(method, make):
     message = r"value is float32\[2,3\], and is not on the devices of a strategy yet\. Place it first: `strategy\.put"
     for value in (make(), jax.tree.map(jnp.asarray, make())):
@@ -291,7 +293,7 @@ ASSIGN_REFUSED = {
 
 
 @every_wrapper
-@pytest.mark.parametrize("change, error, message", ASSIGN_REFUSED.values(), ids=ASSIGN_REFUSED)
+@each_row("change, error, message", ASSIGN_REFUSED.values(), ids=ASSIGN_REFUSED)
 def test_assign_of_another_shape_or_dtype_is_refused_by_name(change, error, message, make, two):
     value = make()
     value = two.put(dataclasses.replace(value, tree={"a": value.tree}))
