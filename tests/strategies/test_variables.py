@@ -145,9 +145,7 @@ LEAVES = {
 
 
 @each_row("leaf", LEAVES.values(), ids=LEAVES)
-@each_row(
-    "choice", [("auto", "none"), ("on_write", "only_first_replica"), ("on_read", "sum"), ("none", "none")], ids=str
-)
+@each_row("choice", [("auto", "none"), ("on_write", "only_first_replica"), ("on_read", "sum"), ("none", "none")])
 def test_variable_may_hold_any_leaf(leaf, choice, two):
     with two.scope():
         made = jdist.variable({"x": leaf}, **options(choice))
