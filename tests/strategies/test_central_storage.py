@@ -267,6 +267,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 @each_row("device", PLACES.values(), ids=PLACES)
 def test_array_in_two_leaves_raises(device):
     # In a new process: memory that is donated twice may end the process, or block it forever.

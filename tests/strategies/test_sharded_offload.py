@@ -63,6 +63,7 @@ def test_arrays_of_the_optimizer_are_in_host_memory():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shard, options",
     [("all", {}), ("optimizer", {}), ("gradients", {}), ("all", {"steps_per_call": 3}), ("all", {"micro_batches": 2})],

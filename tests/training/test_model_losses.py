@@ -106,6 +106,7 @@ def one_step(trainer, added, rows, weights=None):
     return loss, jax.tree.map(lambda p, g: p - RATE * g, w, grads)
 
 
+@pytest.mark.slow
 @every_flax
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_losses_of_flax_modules_are_added_as_on_one_device(kind, micro_batches, strategy):

@@ -123,8 +123,9 @@ def frozen_leaves(state):
     return [np.asarray(leaf).tobytes() for path, leaf in leaves if "statistics" not in jax.tree_util.keystr(path)]
 
 
+@pytest.mark.slow
 @every_model
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_frozen_variables_keep_their_bits(make, micro_batches, strategy, keras):
     trainer = trainer_of(make, keras, strategy)
     state = trainer.init(X)
