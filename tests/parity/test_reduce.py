@@ -14,12 +14,69 @@ def _per_replica(strategy, *values):
     return strategy.distribute_values_from_function(lambda c: jnp.asarray(values[c.replica_id_in_sync_group]))
 
 
-def _uneven(strategy):
-    return _per_replica(strategy, [1.0, 2.0, 3.0], [4.0])
+NUMBERS, UNEVEN, MATRICES = (1.0, 2.0), ([1.0, 2.0, 3.0], [4.0]), ([[1, 2], [3, 4]], [[2, 4], [6, 8]])
+RESULTS = {
+    "rd1_rd18_sum": ("sum", NUMBERS, None, 3.0),
+    "rd18_sum": ("SUM", NUMBERS, None, 3.0),
+    "rd18_mean": ("mean", NUMBERS, None, 1.5),
+    "rd18_mean_in_capitals": ("MEAN", NUMBERS, None, 1.5),
+    "rd5_rd35_sum_of_uneven_rows": ("sum", UNEVEN, 0, 10.0),
+    "rd6_rd35_mean_over_elements": ("mean", UNEVEN, 0, 2.5),
+    "rd7_mean_without_rows_on_a_replica": ("mean", ([1.0, 2.0, 3.0], []), 0, 2.0),
+    "rd7_sum_without_rows_on_a_replica": ("sum", ([1.0, 2.0, 3.0], []), 0, 6.0),
+    "rd10_sum_over_the_first_dimension": ("sum", MATRICES, 0, [12, 18]),
+    "rd13_sum_over_two_dimensions": ("sum", MATRICES, (0, 1), 30),
+    "rd13_mean_over_two_dimensions": ("mean", MATRICES, (0, 1), 3.75),
+}
 
 
-def test_rd1_sum_of_two_numbers(two):
-    assert float(two.reduce("sum", _per_replica(two, 1.0, 2.0), axis=None)) == 3.0
+@each_row("op, values, axis, expected", RESULTS.values(), ids=RESULTS)
+def test_reduction_of_each_row(op, values, axis, expected, two):
+    assert np.asarray(two.reduce(op, _per_replica(two, *values), axis=axis)).tolist() == expected
+
+
+_boolean = lambda: jdist.replica_id() == 0
+_SHAPES = r"value has the shapes \[3\], \[1\] on the replicas.*as in `axis=0`, or concatenate .*`strategy\.gather`"
+ERRORS = {
+    "rd8_sum": (lambda two: two.reduce("sum", _per_replica(two, *UNEVEN), axis=None), ValueError, _SHAPES),
+    "rd8_mean": (lambda two: two.reduce("mean", _per_replica(two, *UNEVEN), axis=None), ValueError, _SHAPES),
+    "rd15_scalar": (
+        lambda two: two.reduce("mean", two.run(lambda: jdist.replica_id() * 1.0), axis=0),
+        ValueError,
+        r"value is float32\[\]: it does not have dimension 0\. It is a scalar",
+    ),
+    "rd19_unknown_name": (
+        lambda two: two.reduce("MEDIAN", two.run(jdist.replica_id), axis=None),
+        ValueError,
+        r"'MEDIAN' is not a reduction; take one of 'SUM', 'MEAN', 'MAX', 'MIN'",
+    ),
+    "rd21_without_axis": (
+        lambda two: two.reduce("sum", _per_replica(two, *NUMBERS)),
+        TypeError,
+        "missing 1 required positional argument: 'axis'",
+    ),
+    "rd27_booleans": (
+        lambda two: two.reduce("sum", two.run(_boolean), axis=None),
+        TypeError,
+        r"value is boolean.*SUM of booleans.*`x\.astype\(jnp\.int32\)`: SUM counts",
+    ),
+    "rd27_strings": (
+        lambda two: two.reduce("sum", jdist.PerReplica(np.array(["a", "b"])), axis=None),
+        TypeError,
+        "not a number or an array of numbers, and cannot be reduced by SUM",
+    ),
+    "rd28_in_a_replica_function": (
+        lambda two: two.run(lambda: two.reduce("sum", jdist.replica_id(), axis=None)),
+        RuntimeError,
+        r"`strategy\.reduce` cannot be called inside a replica function.*use `jdist\.all_reduce` there",
+    ),
+}
+
+
+@each_row("call, error, message", ERRORS.values(), ids=ERRORS)
+def test_call_is_refused(call, error, message, two):
+    with pytest.raises(error, match=message):
+        call(two)
 
 
 def test_rd4_mean_and_sum_over_the_rows_of_all_replicas(strategy):
@@ -27,64 +84,6 @@ def test_rd4_mean_and_sum_over_the_rows_of_all_replicas(strategy):
     assert isinstance(value, jdist.PerReplica)
     assert float(strategy.reduce("mean", value, axis=0)) == 1.5
     assert float(strategy.reduce("sum", value, axis=0)) == 3 * strategy.num_replicas_in_sync
-
-
-def test_rd5_sum_of_uneven_rows_adds_all_of_them(two):
-    assert float(two.reduce("sum", _uneven(two), axis=0)) == 10.0
-
-
-def test_rd6_mean_of_uneven_rows_is_over_elements(two):
-    assert float(two.reduce("mean", _uneven(two), axis=0)) == 2.5
-
-
-def test_rd7_replica_without_rows_does_not_count(two):
-    value = _per_replica(two, [1.0, 2.0, 3.0], [])
-    assert float(two.reduce("mean", value, axis=0)) == 2.0
-    assert float(two.reduce("sum", value, axis=0)) == 6.0
-
-
-@each_row("op", ["sum", "mean"])
-def test_rd8_uneven_rows_element_by_element_are_errors(op, two):
-    message = r"value has the shapes \[3\], \[1\] on the replicas.*as in `axis=0`, or concatenate .*`strategy\.gather`"
-    with pytest.raises(ValueError, match=message):
-        two.reduce(op, _uneven(two), axis=None)
-
-
-def _matrices(strategy):
-    return strategy.run(lambda: jnp.int32([[1, 2], [3, 4]]) * (jdist.replica_id() + 1))
-
-
-def test_rd10_sum_over_the_first_dimension_keeps_the_second(two):
-    assert two.reduce("sum", _matrices(two), axis=0).tolist() == [12, 18]
-
-
-def test_rd13_reduction_over_two_dimensions_is_a_scalar(two):
-    assert float(two.reduce("sum", _matrices(two), axis=(0, 1))) == 30.0
-    assert float(two.reduce("mean", _matrices(two), axis=(0, 1))) == 3.75
-
-
-def test_rd15_mean_of_a_scalar_over_a_dimension_is_an_error(strategy):
-    message = r"value is float32\[\]: it does not have dimension 0\. It is a scalar"
-    with pytest.raises(ValueError, match=message):
-        strategy.reduce("mean", strategy.run(lambda: jdist.replica_id() * 1.0), axis=0)
-
-
-REDUCTIONS = {"sum": 3.0, "SUM": 3.0, "mean": 1.5, "MEAN": 1.5}
-
-
-@pytest.mark.parametrize("op, expected", REDUCTIONS.items(), ids=REDUCTIONS)
-def test_rd18_reduction_accepts_its_name_in_any_case(op, expected, two):
-    assert float(two.reduce(op, _per_replica(two, 1.0, 2.0), axis=None)) == expected
-
-
-def test_rd19_unknown_reduction_is_an_error(strategy):
-    with pytest.raises(ValueError, match=r"'MEDIAN' is not a reduction; take one of 'SUM', 'MEAN', 'MAX', 'MIN'"):
-        strategy.reduce("MEDIAN", strategy.run(jdist.replica_id), axis=None)
-
-
-def test_rd21_axis_is_a_required_argument(two):
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'axis'"):
-        two.reduce("sum", _per_replica(two, 1.0, 2.0))
 
 
 HOST_VALUES = {
@@ -126,25 +125,6 @@ def test_rd26_replicated_value_equals_its_mean_and_counts_once_per_replica_in_a_
         assert total.tolist() == [1.0 * n, 2.0 * n]
 
 
-def test_rd27_sum_of_booleans_is_an_error_with_the_fix(strategy):
-    value = strategy.run(lambda: jdist.replica_id() == 0)
-    with pytest.raises(TypeError, match=r"value is boolean.*SUM of booleans.*`x\.astype\(jnp\.int32\)`: SUM counts"):
-        strategy.reduce("sum", value, axis=None)
-
-
-def test_rd27_sum_of_strings_is_an_error(two):
-    with pytest.raises(TypeError, match="not a number or an array of numbers, and cannot be reduced by SUM"):
-        two.reduce("sum", jdist.PerReplica(np.array(["a", "b"])), axis=None)
-
-
-def test_rd28_host_reduction_in_a_replica_function_is_an_error(strategy):
-    with pytest.raises(
-        RuntimeError,
-        match=r"`strategy\.reduce` cannot be called inside a replica function.*use `jdist\.all_reduce` there",
-    ):
-        strategy.run(lambda: strategy.reduce("sum", jdist.replica_id(), axis=None))
-
-
 def test_rd29_sum_on_one_device_is_the_value_of_its_replica():
     one = jdist.OneDeviceStrategy("cpu:0")
     assert float(one.reduce("sum", _per_replica(one, 5.0), axis=None)) == 5.0
@@ -181,8 +161,3 @@ def test_rd34_replicated_value_counts_once_per_replica_alone_and_in_a_list(two):
     value = two.put(1.0)
     assert float(two.reduce("sum", value, axis=None)) == 2.0
     assert two.reduce("sum", [value, value], axis=None) == [2.0, 2.0]
-
-
-def test_rd35_reductions_of_uneven_rows_are_over_elements(two):
-    value = {"mean": two.reduce("mean", _uneven(two), axis=0), "sum": two.reduce("sum", _uneven(two), axis=0)}
-    assert value == {"mean": 2.5, "sum": 10.0}

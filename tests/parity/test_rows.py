@@ -1,7 +1,7 @@
 """The 254 behaviours and all public names of tf.distribute 2.21: each has a test or an explanation.
 
-`rows.txt` lists the behaviours, one row per line: identifier, input, result. `api.txt` lists the names. A test carries the
-rows that it covers in its name (`test_rd1_rd4_...`). `docs/from_tf_distribute.md` explains a behaviour that differs or has no
+`rows.txt` lists the behaviours, one row per line: identifier, input, result. `api.txt` lists the names. A test, or a row of its
+table, carries the rows that it covers in its name (`test_rd1_rd4_...`, `"rd5_rd35_sum": ...`). `docs/from_tf_distribute.md` explains a behaviour that differs or has no
 counterpart.
 """
 
@@ -18,8 +18,9 @@ TYPES = {row[:2] for row in ROWS}
 
 
 def _test_names():
+    """Yields the name of each test and of each row of a table, as one of a pair."""
     for path in sorted(HERE.parent.rglob("test_*.py")):
-        yield from re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
+        yield from re.findall(r"^ *def (test_\w+)|^    \"(\w+)\": ", path.read_text(encoding="utf-8"), re.M)
 
 
 def _rows_of_name(name):
@@ -31,7 +32,7 @@ def _rows_of_text(text):
     return set(re.findall(rf"\b(?:{'|'.join(TYPES)})\d+\b", text))
 
 
-TESTED = set().union(*map(_rows_of_name, _test_names()))
+TESTED = set().union(*(_rows_of_name(name or key) for name, key in _test_names()))
 EXPLAINED = _rows_of_text(GUIDE)
 
 
