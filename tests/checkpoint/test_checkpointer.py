@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 import jdist
 from jdist._src.checkpoint.checkpointer import Checkpointer
 
-from laws import STRATEGIES, each_row
+from laws import STRATEGIES
 
 STATE = {"w": np.float32([[1, 2], [3, 4]]), "step": np.int32(5)}
 
@@ -281,7 +281,7 @@ def deleted(x):
     return x
 
 
-@each_row("make, options, error, message", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("make, options, error, message", BAD.values(), ids=BAD)
 def test_invalid_value_is_refused_by_name_and_the_next_save_succeeds(make, options, error, message, checkpointer, one):
     with pytest.raises(error, match=message):
         checkpointer.save(0, make(one.put(np.zeros(2))), **options)

@@ -11,8 +11,6 @@ import pytest
 
 from jdist.cluster import ClusterNotFoundError, GCEClusterResolver
 
-from laws import each_row
-
 ATTRIBUTES = {
     "instance/name": "worker-b",
     "instance/zone": "projects/123/zones/us-central1-a",
@@ -123,7 +121,7 @@ def test_instances_that_do_not_run_yet_are_requested_again(server):
     assert make_resolver(server, timeout_seconds=60).num_processes == 3
 
 
-@each_row("change, kind, message", [
+@pytest.mark.parametrize("change, kind, message", [
     ({"groups": [listed("RUNNING", "STAGING", "TERMINATED")]}, RuntimeError, r"2 of 3 instances of the group 'workers' do not run: worker-a is STAGING, worker-b is TERMINATED"),
     ({"groups": [[]]}, ValueError, r"The instance group 'workers' has no instances \(http://.*\)\. Correct `instance_group`"),
     ({"addresses": {"worker-a": "1"}}, RuntimeError, r"The instances worker-b, worker-c of the group 'workers' do not exist any more"),

@@ -82,7 +82,7 @@ def test_pod_outside_an_indexed_job_is_not_found(make_resolver):
         make_resolver({"HOSTNAME": "train-1", "JOB_COMPLETIONS": "3"})
 
 
-@each_row("settings, options, message", [
+@pytest.mark.parametrize("settings, options, message", [
     (JOB | {"JOB_COMPLETIONS": None}, {}, r"JOB_COMPLETION_INDEX is 1, but the number of pods is unknown.*`env: \[\{name: JOB_COMPLETIONS"),
     (JOB | {"JOB_COMPLETION_INDEX": "3"}, {}, r"JOB_COMPLETION_INDEX is 3, but JOB_COMPLETIONS is 3: the index must be from 0 to 2"),
     (JOB, {"num_processes": 1}, r"JOB_COMPLETION_INDEX is 1, but the number of pods per Job is 1"),

@@ -424,7 +424,7 @@ def test_request_to_a_busy_server_is_repeated(metadata):
     assert len(server.requests) == len(POD) + 2
 
 
-@each_row("statuses, count", [([503] * 9, 3), ([500], 1), ([403], 1), ([302], 1)])
+@pytest.mark.parametrize("statuses, count", [([503] * 9, 3), ([500], 1), ([403], 1), ([302], 1)])
 def test_request_that_returns_an_error_is_repeated_at_most_twice(metadata, statuses, count):
     server, variables = metadata(POD, statuses)
     message = rf"failed: http://{variables['GCE_METADATA_HOST']}/.*worker-network-endpoints.*has status {statuses[0]}"
@@ -442,7 +442,7 @@ def test_server_without_tpu_attributes_is_an_error(metadata):
         TPUClusterResolver(environ=variables)
 
 
-@each_row("flavor", [None, "Other"])
+@pytest.mark.parametrize("flavor", [None, "Other"])
 def test_response_without_the_metadata_flavor_is_an_error(metadata, flavor):
     _, variables = metadata(POD, flavor=flavor)
     with pytest.raises(
@@ -451,7 +451,7 @@ def test_response_without_the_metadata_flavor_is_an_error(metadata, flavor):
         TPUClusterResolver(environ=variables)
 
 
-@each_row(
+@pytest.mark.parametrize(
     "attributes, kind, message",
     [
         (

@@ -8,8 +8,6 @@ import jdist
 from jdist._src.cluster.traces import _TRACES, launched_process, unresolved_variables
 from jdist._src.strategies import current
 
-from laws import each_row
-
 LAUNCHED = {"JDIST_COORDINATOR_ADDRESS": "a:1", "JDIST_NUM_PROCESSES": "2", "JDIST_PROCESS_ID": "1"}
 STRATEGIES = {  # strategies that use the devices of this process, without their names
     "mirrored": lambda: jdist.MirroredStrategy(),
@@ -31,7 +29,7 @@ def launched(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@each_row("name", STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_strategy_without_devices_is_refused_in_a_process_that_a_launcher_started_as_one_of_several(name, launched):
     message = (
         r"uses only the devices of this process, but a launcher has started it as process 1 of 2: .* write "
