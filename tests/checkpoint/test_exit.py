@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jdist
-from tests.notebook_kernel import Kernel
+
+from notebook_kernel import Kernel
 
 PREAMBLE = """
 import atexit, os, resource, signal, sys, threading, time
