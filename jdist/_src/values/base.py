@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jdist._src.core.migration_hints import explains_attributes
@@ -49,29 +50,35 @@ class DistributedValues(abc.ABC):
     _is_stacked: ClassVar[bool] = False  # whether the leaves on the host are `[replica, ...]`
     tree: PyTree
 
-    @staticmethod
-    @abc.abstractmethod
-    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns the partition spec of a leaf on a mesh whose replica axes are `axes`."""
+    @classmethod
+    def _partition_spec(cls, axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns the spec of a leaf on a mesh whose replica axes are `axes`: they split its first dimension, if any."""
+        return PartitionSpec() if cls._is_replicated else PartitionSpec(axes)
 
-    @staticmethod
-    @abc.abstractmethod
-    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
+    @classmethod
+    def _check_leaf(cls, name: str, leaf: Any, num_replicas: int) -> None:
         """Raises ValueError if `leaf`, as stored on the host, cannot be divided among `num_replicas` replicas."""
+        shape = np.shape(leaf)
+        if cls._is_stacked and (not shape or shape[0] != num_replicas):
+            raise ValueError(
+                f"{name} is a {cls.__name__} of {dtype_and_shape(leaf)}, for {shape[0] if shape else 'no'} replicas; this "
+                f"strategy has {num_replicas}. A {cls.__name__} can only be used with the strategy that created it: "
+                "distribute the data with this strategy, or read the values with `.values`."
+            )
 
-    @staticmethod
-    def _from_block(tree: PyTree) -> PyTree:
+    @classmethod
+    def _from_block(cls, tree: PyTree) -> PyTree:
         """Returns the value of one replica, given the block of the arrays that one device holds."""
-        return tree
+        return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree) if cls._is_stacked else tree
 
-    @staticmethod
-    def _to_block(tree: PyTree) -> PyTree:
+    @classmethod
+    def _to_block(cls, tree: PyTree) -> PyTree:
         """Returns the block that one device holds, given the value of one replica."""
-        return tree
+        return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree) if cls._is_stacked else tree
 
-    @abc.abstractmethod
     def _rows(self, num_replicas: int) -> PyTree:
         """Returns the value of each replica, with leaves `[replica, ...]`."""
+        return self.tree
 
     @property
     @abc.abstractmethod

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree
 from jdist._src.values.aggregation import AggregationName, VariableAggregation, aggregate_rows
@@ -68,15 +67,6 @@ class Mirrored(DistributedValues):
     def __post_init__(self) -> None:
         if not isinstance(self.aggregation, VariableAggregation):
             object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
-
-    @staticmethod
-    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns the spec of a replicated array."""
-        return PartitionSpec()
-
-    @staticmethod
-    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
-        """Accepts every array: it can be replicated for any number of replicas."""
 
     def _rows(self, num_replicas: int) -> PyTree:
         """Returns the value repeated for each replica."""

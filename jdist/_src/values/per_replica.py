@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, one_line
 from jdist._src.devices.mesh import replicated_sharding, spans_devices
@@ -77,30 +75,6 @@ class PerReplica(_ReadOnDemand, DistributedValues):
     _is_stacked = True
     tree: PyTree
     shapes: tuple[Shapes, ...] | None = dataclasses.field(default=None, metadata={"static": True})
-
-    @staticmethod
-    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns a spec that splits the first dimension over the replica axes."""
-        return PartitionSpec(axes)
-
-    @staticmethod
-    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
-        """Raises ValueError if `leaf` does not have one row per replica."""
-        check_rows(PerReplica, name, leaf, num_replicas)
-
-    @staticmethod
-    def _from_block(tree: PyTree) -> PyTree:
-        """Returns leaves `[...]`, given `[1, ...]`."""
-        return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
-
-    @staticmethod
-    def _to_block(tree: PyTree) -> PyTree:
-        """Returns leaves `[1, ...]`, given `[...]`."""
-        return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
-
-    def _rows(self, num_replicas: int) -> PyTree:
-        """Returns the leaves unchanged."""
-        return self.tree
 
     @property
     def values(self) -> tuple[PyTree, ...]:
@@ -213,17 +187,6 @@ def _zero_padding(rows: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns `rows` with zeros where the weight is 0: the padding may be nonzero after `map`."""
     is_row = weights.reshape(weights.shape + (1,) * (rows.ndim - weights.ndim)) != 0
     return jnp.where(is_row, rows, jnp.zeros((), rows.dtype))
-
-
-def check_rows(kind: type, name: str, leaf: Any, num_replicas: int) -> None:
-    """Raises ValueError if `leaf`, of a wrapper of class `kind`, does not have one row per replica."""
-    shape = np.shape(leaf)
-    if not shape or shape[0] != num_replicas:
-        raise ValueError(
-            f"{name} is a {kind.__name__} of {dtype_and_shape(leaf)}, for {shape[0] if shape else 'no'} replicas; this "
-            f"strategy has {num_replicas}. A {kind.__name__} can only be used with the strategy that created it: distribute "
-            "the data with this strategy, or read the values with `.values`."
-        )
 
 
 def map_rows(fn: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:

@@ -7,7 +7,6 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.mesh import spans_devices
@@ -34,13 +33,8 @@ class Sharded(DistributedValues):
 
     tree: PyTree
 
-    @staticmethod
-    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns a spec that splits the first dimension over the replica axes."""
-        return PartitionSpec(axes)
-
-    @staticmethod
-    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
+    @classmethod
+    def _check_leaf(cls, name: str, leaf: Any, num_replicas: int) -> None:
         """Raises ValueError if `leaf` cannot be split into equal shards."""
         shape = np.shape(leaf)
         if not shape or shape[0] % num_replicas:
@@ -49,8 +43,8 @@ class Sharded(DistributedValues):
                 "equal shards. Pad it to a multiple, or do not shard it."
             )
 
-    @staticmethod
-    def _to_block(tree: PyTree) -> PyTree:
+    @classmethod
+    def _to_block(cls, tree: PyTree) -> PyTree:
         """Returns the shard of each replica unchanged.
 
         Raises:

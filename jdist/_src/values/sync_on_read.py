@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import replicated_sharding
 from jdist._src.values.aggregation import AggregationName, VariableAggregation, aggregate_rows
 from jdist._src.values.arrays import device_put_copy, mesh_of, repeat_rows, split_into_shares
 from jdist._src.values.base import DistributedValues, cast_without_loss, is_distributed
-from jdist._src.values.per_replica import PerReplica, assigned_rows, check_rows, map_rows
+from jdist._src.values.per_replica import PerReplica, assigned_rows, map_rows
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 from jdist._src.values.server_array import read_servers
 
@@ -58,23 +57,6 @@ class SyncOnRead(DistributedValues):
     def __post_init__(self) -> None:
         if not isinstance(self.aggregation, VariableAggregation):
             object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
-
-    @staticmethod
-    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns a spec that splits the first dimension over the replica axes."""
-        return PartitionSpec(axes)
-
-    @staticmethod
-    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
-        """Raises ValueError if `leaf` does not have one row per replica."""
-        check_rows(SyncOnRead, name, leaf, num_replicas)
-
-    _from_block = staticmethod(PerReplica._from_block)
-    _to_block = staticmethod(PerReplica._to_block)
-
-    def _rows(self, num_replicas: int) -> PyTree:
-        """Returns the leaves unchanged."""
-        return self.tree
 
     @property
     def values(self) -> tuple[PyTree, ...]:
