@@ -1,7 +1,10 @@
 """Which checkpoints are kept: the newest, the best by a metric, and those at multiples of an interval."""
 
+import itertools
 import json
 import math
+import pathlib
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -40,8 +43,10 @@ def _saved(one, path, losses, **options):
 def test_union_of_the_parts_is_preserved(losses, mode, newest, every):
     every = int(every or 0) + 1
     metrics = {step: {} if loss is None else {"loss": loss} for step, loss in enumerate(losses, start=1)}
-    preserved = Preservation(newest, BestMetric("loss", mode), every).preserved_steps(metrics)
     steps = list(metrics)
+    rule = Preservation(pathlib.Path(), newest, BestMetric("loss", mode), every, metrics)
+    checkpoints = [types.SimpleNamespace(step=step) for step in steps]
+    preserved = set(itertools.compress(steps, rule.should_preserve(checkpoints)))
     known = [loss for loss in losses if loss is not None]
     best = [losses.index({"min": min, "max": max}[mode](known)) + 1] if known else []
     assert preserved == {*steps[-newest:], *best, *(step for step in steps if step % every == 0)}

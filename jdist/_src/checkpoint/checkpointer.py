@@ -1,5 +1,6 @@
 """`Checkpointer`: saves training states in the background, and restores them onto any devices."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -13,11 +14,12 @@ from typing import Any, Generic, NoReturn, Self, TypeVar, overload
 import jax
 
 from jdist._src.checkpoint import storage, unfinished_saves
-from jdist._src.checkpoint.leaf_selection import LeafSelection, as_paths, as_renames
-from jdist._src.checkpoint.preservation import Metrics, Mode, Preservation, as_metrics, as_preservation
+from jdist._src.checkpoint.leaf_selection import as_paths, as_renames
+from jdist._src.checkpoint.manifest import read_manifest
+from jdist._src.checkpoint.preservation import Mode, Preservation, as_best_metric, as_metrics
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.read_limit import read_limits, read_within_limit
-from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan, read_manifest
+from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan
 from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
 from jdist._src.checkpoint.storage import CheckpointError, FolderLock, listed, short_message, write_error
 from jdist._src.checkpoint.writer import Writer
@@ -117,15 +119,17 @@ class Checkpointer:
     ):
         check_path("Checkpointer(path)", path)
         self.every, self.fallback = as_int("`every`", every, 1), fallback
-        self._preservation = as_preservation(keep, keep_best, keep_every)
+        newest = None if keep is None else as_int("`keep`", keep, 1)
+        interval = None if keep_every is None else as_int("`keep_every`", keep_every, 1)
+        best = as_best_metric(keep_best)
         self._folder = storage.open_folder(path)
+        self._preservation = Preservation(self._folder, newest, best, interval)
         self._writer: Writer | None = None
         self._calls: ProcessGroup | None = None  # compares the calls of all processes
         self._lock: FolderLock | None = None
         self._saving = -1
         self._has_warned = False  # of a save without the metric of `keep_best`
         self._damaged: set[int] = set()  # steps that `restore` could not read
-        self._metrics = _SavedMetrics(self._folder)
 
     def __repr__(self) -> str:
         newest, best, every = self._preservation.newest, self._preservation.best, self._preservation.every
@@ -335,7 +339,7 @@ class Checkpointer:
         """
         if self._preservation.best is None:
             raise ValueError('`best` needs a metric: `Checkpointer(path, keep_best=("val_loss", "min"))`.')
-        return self._preservation.best.best_step({step: self._metrics[step] for step in self.steps()})
+        return self._preservation.best_step(self.steps())
 
     def wait(self) -> None:
         """Waits until the save in progress is written.
@@ -425,10 +429,8 @@ class Checkpointer:
             if damaged and self._writer is not None:  # orbax caches the steps of the folder
                 self._writer.close()
                 self._writer = None
-            self._metrics.known[plan.step] = plan.metrics
-            # Not a method: the writer would keep this object, and its lock, alive.
-            preserved_steps = functools.partial(_preserved_steps, self._preservation, self._metrics)
-            self._writer = self._writer or Writer(self._folder, preserved_steps)
+            self._preservation.known[plan.step] = plan.metrics
+            self._writer = self._writer or Writer(self._folder, self._preservation)
             unfinished_saves.add(self._writer, self, self._lock)
             self._writer.write(plan.step, plan.pack, damaged)
             self._damaged.clear()
@@ -436,7 +438,7 @@ class Checkpointer:
             self._raise_write_error(error)
 
     def _raise_write_error(self, error: Exception) -> NoReturn:
-        self._metrics.known.pop(self._saving, None)
+        self._preservation.known.pop(self._saving, None)
         writer, self._writer = self._writer, None
         if writer is not None:
             unfinished_saves.remove(writer)
@@ -463,12 +465,12 @@ class Checkpointer:
             manifest, saved = read_within_limit(path, step, lambda: read_manifest(self._folder, step))
         except Exception as error:
             self._raise_read_error(step, error)
-        selection = LeafSelection(as_paths(only), as_renames(rename))
-        return make_restore_plan(self._folder, manifest, saved, strategy, without_values(like), selection)
+        only, rename = as_paths(only), as_renames(rename)
+        return make_restore_plan(self._folder, manifest, saved, strategy, without_values(like), only, rename)
 
     def _read(self, plan: RestorePlan) -> RestoredCheckpoint:
         try:
-            with ProcessGroup() as group:
+            with contextlib.closing(ProcessGroup()) as group:
                 arrays, extra = plan.read(group)
         except Exception as error:
             self._raise_read_error(plan.step, error)
@@ -494,33 +496,6 @@ class Checkpointer:
         ) from error
 
 
-class _SavedMetrics:
-    """The metrics of the checkpoints in a folder.
-
-    Mutable: a cache of the manifests.
-
-    Attributes:
-        known: The metrics by the steps that were saved, or whose manifest was read.
-    """
-
-    def __init__(self, folder: pathlib.Path):
-        self._folder = folder
-        self.known: dict[int, Metrics] = {}
-
-    def __getitem__(self, step: int) -> Metrics:
-        """Returns the metrics of a step: none if its manifest cannot be read, or is of an earlier version of jdist."""
-        if step not in self.known:
-            try:
-                self.known[step] = read_manifest(self._folder, step)[0].get("metrics", {})
-            except Exception:  # of any type: the manifest is damaged
-                return {}
-        return self.known[step]
-
-
-def _preserved_steps(preservation: Preservation, metrics: _SavedMetrics, steps: Sequence[int]) -> set[int]:
-    return preservation.preserved_steps({step: metrics[step] if preservation.best else {} for step in steps})
-
-
 def newest_step(checkpointer: Checkpointer) -> int | None:
     """Returns the newest step, from which training resumes; None without a checkpoint. All processes call it.
 
@@ -543,11 +518,12 @@ def is_best(checkpointer: Checkpointer, metrics: Mapping[str, Any]) -> bool:
 
     False without `keep_best`. The checkpoint that is being written counts as saved.
     """
-    best = checkpointer._preservation.best
+    preservation = checkpointer._preservation
+    best = preservation.best
     if best is None or best.name not in (finite := as_metrics(metrics)):
         return False
-    steps = {*checkpointer.steps(), *checkpointer._metrics.known}
-    return all(best.is_better(finite, checkpointer._metrics[step]) for step in steps)
+    steps = {*checkpointer.steps(), *preservation.known}
+    return all(best.is_better(finite, preservation.metrics_of(step)) for step in steps)
 
 
 def best_metric(checkpointer: Checkpointer) -> str | None:

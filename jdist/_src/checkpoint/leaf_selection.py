@@ -1,8 +1,7 @@
 """The part of a checkpoint that is restored: leaves below some paths, and saved leaves under other paths."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -11,18 +10,6 @@ from jdist._src.core.tree import PyTree, one_line, short_line
 from jdist._src.values.base import is_distributed
 
 _MOST_NAMED = 4
-
-
-class LeafSelection(NamedTuple):
-    """The arguments `only` and `rename` of `restore`.
-
-    Attributes:
-        only: The paths above the leaves that are restored; None for all leaves.
-        rename: The new paths by the saved paths.
-    """
-
-    only: tuple[str, ...] | None = None
-    rename: Mapping[str, str] = MappingProxyType({})
 
 
 def as_paths(only: Any) -> tuple[str, ...] | None:

@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import json
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdist._src.checkpoint.storage import manifest_path
+from jdist._src.checkpoint.tree_format import from_json, leaves_of
 from jdist._src.core.byte_dtypes import byte_dtype, from_bytes
-from jdist._src.core.tree import one_line
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.core.version import __version__
 
 AS_BYTES = ("uint2", "uint4", "float8_e4m3")  # dtypes that TensorStore does not have
@@ -185,6 +188,19 @@ def from_text(text: str, step: int) -> dict[str, Any]:
 def stored_arrays(manifest: Mapping[str, Any]) -> list[StoredArray]:
     """Returns the arrays of a manifest, ordered by number."""
     return [StoredArray(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in manifest["leaves"]]
+
+
+def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], PyTree]:
+    """Returns the manifest of a checkpoint, and the saved state with a `StoredArray` for each leaf.
+
+    Raises:
+        Exception: Of any type: the manifest is damaged.
+    """
+    manifest = from_text(manifest_path(folder, step).read_text(), step)
+    saved = from_json(manifest["state"], stored_arrays(manifest).__getitem__)
+    for leaf in leaves_of(saved):
+        _ = leaf.value.bits  # raises for an invalid dtype: a manifest of format 1 is not checked by a fingerprint
+    return manifest, saved
 
 
 def checked_json(name: str, value: Any) -> Any:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from jdist._src.core.arguments import as_int
+from jdist._src.checkpoint.manifest import read_manifest
 from jdist._src.core.tree import one_line
 
 Metrics: TypeAlias = Mapping[str, float]
@@ -41,50 +42,56 @@ class BestMetric(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Preservation:
-    """The rule by which old checkpoints are deleted: those that none of its parts preserves.
+    """The rule by which old checkpoints are deleted: those that none of its parts preserves. A policy of orbax.
 
     orbax has policies of the same kind. Its policy for the best checkpoints reads the metrics from further files, and does not
     define the order of NaN.
 
     Attributes:
+        folder: The folder of the checkpoints.
         newest: The number of newest checkpoints; None for all.
         best: The metric of the best one.
         every: The interval, in steps, whose multiples are preserved.
+        known: The metrics by the steps that were saved, or whose manifest was read.
     """
 
+    folder: pathlib.Path
     newest: int | None
     best: BestMetric | None = None
     every: int | None = None
+    known: dict[int, Metrics] = dataclasses.field(default_factory=dict)
 
-    def preserved_steps(self, metrics: Mapping[int, Metrics]) -> set[int]:
-        """Returns the steps of the checkpoints to preserve, from the metrics of all checkpoints by their steps.
+    def metrics_of(self, step: int) -> Metrics:
+        """Returns the metrics of a step: none if its manifest cannot be read, or is of an earlier version of jdist."""
+        if step not in self.known:
+            try:
+                self.known[step] = read_manifest(self.folder, step)[0].get("metrics", {})
+            except Exception:  # of any type: the manifest is damaged
+                return {}
+        return self.known[step]
 
-        Example:
-            >>> rule = Preservation(newest=1, best=BestMetric("loss", "min"), every=10)
-            >>> sorted(rule.preserved_steps({4: {}, 6: {"loss": 1.0}, 10: {"loss": 2.0}, 12: {}, 14: {}}))
-            [6, 10, 14]
-        """
-        steps = sorted(metrics)
-        preserved = set(steps if self.newest is None else steps[-self.newest :])
-        best_step = None if self.best is None else self.best.best_step(metrics)
-        if best_step is not None:
-            preserved.add(best_step)
+    def best_step(self, steps: Sequence[int]) -> int | None:
+        """Returns the step with the best metric, the first of equal ones; None if no checkpoint has the metric."""
+        return None if self.best is None else self.best.best_step({step: self.metrics_of(step) for step in steps})
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any = None) -> list[bool]:
+        """Returns for each of all checkpoints, in any order, whether it is preserved."""
+        steps = sorted(checkpoint.step for checkpoint in checkpoints)
+        preserved = {*(steps if self.newest is None else steps[-self.newest :]), self.best_step(steps)}
         if self.every is not None:
             preserved |= {step for step in steps if step % self.every == 0}
-        return preserved
+        return [checkpoint.step in preserved for checkpoint in checkpoints]
 
 
-def as_preservation(keep: Any, keep_best: Any, keep_every: Any) -> Preservation:
-    """Returns the rule of the arguments of a `Checkpointer`.
+def as_best_metric(keep_best: Any) -> BestMetric | None:
+    """Returns the argument `keep_best` of a `Checkpointer`.
 
     Raises:
-        TypeError: A number is not an integer, or `keep_best` is not a pair.
-        ValueError: A number is less than 1, or the mode is neither `"min"` nor `"max"`.
+        TypeError: It is not a pair.
+        ValueError: The mode is neither `"min"` nor `"max"`.
     """
-    newest = None if keep is None else as_int("`keep`", keep, 1)
-    every = None if keep_every is None else as_int("`keep_every`", keep_every, 1)
     if keep_best is None:
-        return Preservation(newest, None, every)
+        return None
     if not isinstance(keep_best, tuple) or len(keep_best) != 2 or not all(isinstance(x, str) for x in keep_best):
         raise TypeError(
             '`keep_best` must be a pair of the name of a metric and its mode, such as ("val_loss", "min"), got '
@@ -93,7 +100,7 @@ def as_preservation(keep: Any, keep_best: Any, keep_every: Any) -> Preservation:
     name, mode = keep_best
     if mode not in get_args(Mode):
         raise ValueError(f"The mode in `keep_best` must be 'min' or 'max', got {one_line(mode)}.")
-    return Preservation(newest, BestMetric(name, mode), every)
+    return BestMetric(name, mode)
 
 
 def as_metrics(metrics: Any) -> dict[str, float]:

@@ -7,8 +7,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
@@ -49,14 +48,6 @@ class ProcessGroup:
                 processes=self._processes,
                 in_main_thread=in_main_thread,
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def run_compared(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
         """Runs the local part of a call, and checks that all processes make the same call.

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.fingerprint import fingerprints
 from jdist._src.checkpoint.leaf_selection import (
-    LeafSelection,
     check_each_path,
     is_below,
     pruned,
@@ -26,7 +25,7 @@ from jdist._src.checkpoint.leaf_selection import (
     unchanged_leaves,
     with_keys_of,
 )
-from jdist._src.checkpoint.manifest import StoredArray, from_text, signed, stored_arrays
+from jdist._src.checkpoint.manifest import StoredArray, signed, stored_arrays
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.tree_format import Leaf, from_json, leaves_of, pair_renamed
 from jdist._src.core.nn_modules import from_array_tree, to_array_tree
@@ -125,28 +124,14 @@ class RestorePlan(NamedTuple):
         return from_array_tree(self.treedef.unflatten([leaves[number] for number in range(len(leaves))]))
 
 
-def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], PyTree]:
-    """Returns the manifest of a checkpoint, and the saved state with a `StoredArray` for each leaf.
-
-    Raises:
-        Exception: Of any type: the manifest is damaged.
-    """
-    manifest = from_text(storage.manifest_path(folder, step).read_text(), step)
-    saved = from_json(manifest["state"], stored_arrays(manifest).__getitem__)
-    for leaf in leaves_of(
-        saved
-    ):  # a manifest of format 1 is not checked by a fingerprint: this raises for an invalid dtype
-        _ = leaf.value.bits
-    return manifest, saved
-
-
 def make_restore_plan(
     folder: pathlib.Path,
     manifest: Mapping[str, Any],
     saved: PyTree,
     strategy: Strategy,
     like: PyTree,
-    selection: LeafSelection,
+    only: Sequence[str] | None,
+    rename: Mapping[str, str],
 ) -> tuple[RestorePlan, Facts]:
     """Returns the plan of a restore, and facts that must be equal on all processes. Uses no collectives.
 
@@ -156,18 +141,19 @@ def make_restore_plan(
         saved: The saved state, with a `StoredArray` for each leaf.
         strategy: The strategy of the new state.
         like: A state with the structure of the new state; None for the structure of the checkpoint.
-        selection: The leaves that are restored, and the saved leaves with other names.
+        only: The paths above the leaves that are restored; None for all leaves.
+        rename: The new paths by the saved paths.
 
     Raises:
-        ValueError: The saved state does not match `like`, or does not fit the strategy; a path in `selection` does not exist.
+        ValueError: The saved state does not match `like`, or does not fit the strategy; or a path in `only` or `rename` does
+            not exist.
     """
     name = f"The checkpoint of step {manifest['step']} in {folder}"
     replicas = strategy.replicas
-    only = selection.only
     like = to_array_tree(like)
-    if like is None and selection.rename:
+    if like is None and rename:
         raise ValueError("`rename` needs the new structure: `restore(strategy, like=state, rename=...)`.")
-    all_saved = renamed_leaves(name, leaves_of(saved), selection.rename)
+    all_saved = renamed_leaves(name, leaves_of(saved), rename)
     if like is None:
         check_each_path(name, only, all_saved, saved)
         target = _saved_shapes(pruned(saved, only), replicas.size)

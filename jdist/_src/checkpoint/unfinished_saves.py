@@ -8,26 +8,15 @@ import functools
 import os
 import pathlib
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from jdist._src.checkpoint.storage import FolderLock
 from jdist._src.checkpoint.writer import Writer
 from jdist._src.core import exit_work
 
-
-class _Unfinished(NamedTuple):
-    """A save that may be in progress.
-
-    Attributes:
-        owner: The checkpointer that has started the save. The program may drop it: `Checkpointer(path).save(1, state)`.
-        lock: The lock on the folder, which must not end with the owner either; None if this process does not hold it.
-    """
-
-    owner: weakref.ref[Any]
-    lock: FolderLock | None
-
-
-_unfinished: dict[Writer, _Unfinished] = {}
+# For each save that may be in progress: its checkpointer, which the program may drop (`Checkpointer(path).save(1, state)`), and
+# the lock on the folder, which must not end with the checkpointer either; None if this process does not hold it.
+_unfinished: dict[Writer, tuple[weakref.ref[Any], FolderLock | None]] = {}
 
 
 def add(writer: Writer, owner: Any, lock: FolderLock | None) -> None:
@@ -36,10 +25,10 @@ def add(writer: Writer, owner: Any, lock: FolderLock | None) -> None:
     Raises:
         RuntimeError: The interpreter is exiting, in a function of `atexit`.
     """
-    save = _Unfinished(weakref.ref(owner), lock)
-    if not exit_work.add(writer, functools.partial(_finish, writer, save), "a checkpoint was being written"):
+    owner_ref = weakref.ref(owner)
+    if not exit_work.add(writer, functools.partial(_finish, writer, owner_ref, lock), "a checkpoint was being written"):
         raise RuntimeError("the interpreter is exiting, and cannot start the threads that write")
-    _unfinished[writer] = save
+    _unfinished[writer] = owner_ref, lock
 
 
 def remove(writer: Writer) -> None:
@@ -50,20 +39,20 @@ def remove(writer: Writer) -> None:
 
 def finish_dropped(folder: pathlib.Path) -> None:
     """Waits for the saves into a folder whose owners do not exist any more. Their errors are printed."""
-    for writer, save in list(_unfinished.items()):
-        if writer.folder == folder and save.owner() is None:
-            _finish(writer, save)
+    for writer, (owner, lock) in list(_unfinished.items()):
+        if writer.folder == folder and owner() is None:
+            _finish(writer, owner, lock)
 
 
-def _finish(writer: Writer, save: _Unfinished) -> None:
+def _finish(writer: Writer, owner: weakref.ref[Any], lock: FolderLock | None) -> None:
     try:
         writer.finish()
     except Exception as error:
         exit_work.end_with_failure(str(error))
     finally:
         remove(writer)
-        if save.lock is not None and save.owner() is None:
-            save.lock.release()
+        if lock is not None and owner() is None:
+            lock.release()
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has no threads that write

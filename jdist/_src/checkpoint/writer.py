@@ -7,13 +7,14 @@ import functools
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdist._src.checkpoint.orbax_compat import configure_orbax, import_orbax
+from jdist._src.checkpoint.preservation import Preservation
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.storage import (
     ARRAYS,
@@ -39,15 +40,15 @@ class Writer:
 
     Args:
         folder: The folder.
-        preserved_steps: From the steps of all checkpoints, including the new one, to those that are preserved.
+        preservation: The rule by which old checkpoints are deleted.
 
     Attributes:
         folder: The folder.
         step: The step of the last write.
     """
 
-    def __init__(self, folder: pathlib.Path, preserved_steps: Callable[[Sequence[int]], Collection[int]]):
-        self.folder, self._preserved_steps = folder, preserved_steps
+    def __init__(self, folder: pathlib.Path, preservation: Preservation):
+        self.folder, self._preservation = folder, preservation
         self.step = -1
         self._group = ProcessGroup()
         self._manager: Any = None
@@ -125,7 +126,7 @@ class Writer:
 
         configure_orbax(self.folder)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_PreservationPolicy(self._preserved_steps),
+            preservation_policy=self._preservation,
             todelete_subdir=None if is_url(self.folder) else DELETED,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
@@ -148,17 +149,6 @@ class Writer:
                 self._group.barrier(timeout_ms / 1000)
             else:
                 self._group.fail(error)
-
-
-class _PreservationPolicy:
-    """The protocol of orbax for the rule that preserves checkpoints."""
-
-    def __init__(self, preserved_steps: Callable[[Sequence[int]], Collection[int]]):
-        self._preserved_steps = preserved_steps
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        preserved = self._preserved_steps([checkpoint.step for checkpoint in checkpoints])
-        return [checkpoint.step in preserved for checkpoint in checkpoints]
 
 
 @functools.cache

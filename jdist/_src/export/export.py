@@ -1,5 +1,6 @@
 """`export`: writes a function and its weights to a folder, for use without the Python code of the function."""
 
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -88,7 +89,7 @@ def export(
         weights.check_saved_leaves(state, has_jax_dtypes=True)
         return _input_shapes(apply, signature), {"`state`": weights.leaf_lines(state)}
 
-    with ProcessGroup(in_main_thread=True) as group:
+    with contextlib.closing(ProcessGroup(in_main_thread=True)) as group:
         inputs = group.run_compared("jdist.export", check)
     values = jax.tree.map(
         lambda x: x if weights.is_random_key(x) else np.asarray(x, weights.jax_dtype(x)), weights.to_host(state)

@@ -3,6 +3,7 @@
 The name of an array is the path of the leaf, with its parts joined by dots: `layers.0.kernel`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -89,7 +90,7 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
         check_saved_leaves(arrays)
         return arrays, {"`tree`": leaf_lines(arrays), "`max_file_bytes`": [str(max_file_bytes)]}
 
-    with ProcessGroup(in_main_thread=True) as group:
+    with contextlib.closing(ProcessGroup(in_main_thread=True)) as group:
         arrays = group.run_compared("weights.save", check)
     files = {str(path): to_host(arrays)}
     if max_file_bytes is not None:
@@ -156,7 +157,7 @@ def load(
         with activity.working(f"reads {path}"):
             return _load(path, like, strategy, only, rename)
 
-    with ProcessGroup(in_main_thread=True, processes=processes) as group:
+    with contextlib.closing(ProcessGroup(in_main_thread=True, processes=processes)) as group:
         return group.run_compared("weights.load", read)
 
 
