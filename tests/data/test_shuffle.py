@@ -14,7 +14,7 @@ orders = st.builds(
     seed=st.integers(0, 2**64 - 1),
     shard=st.integers(0, 3),
 )
-epochs, sizes = st.integers(0, 5), st.integers(1, 20)
+epochs = st.integers(0, 5)
 
 
 @few
@@ -23,16 +23,8 @@ def test_epoch_is_a_permutation_of_all_examples(order, epoch):
     assert sorted(order.epoch(epoch)) == list(range(order.num_examples))
 
 
-@few
-@hypothesis.given(orders, epochs, sizes, st.integers(0, 3))
-def test_batches_of_an_epoch_are_slices_of_its_order(order, epoch, size, first):
-    batches = [batch.tolist() for batch in order.batches(epoch, size, first)]
-    assert sum(batches, []) == order.epoch(epoch)[first * size :].tolist()
-    assert all(len(batch) == size for batch in batches[:-1])
-
-
 def test_order_without_shuffle_is_the_order_of_the_source():
-    assert [batch.tolist() for batch in ExampleOrder(5, shuffle=False, seed=3).batches(7, 2)] == [[0, 1], [2, 3], [4]]
+    assert ExampleOrder(5, shuffle=False, seed=3).epoch(7).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_order_with_shuffle_changes_with_epoch_seed_and_shard():

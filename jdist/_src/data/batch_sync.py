@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jdist._src.core import activity, call_records
 from jdist._src.core.process_messages import MessageExchange, numbered_name
+from jdist._src.data.shards import ProcessShare
 from jdist._src.data.source_check import SAME_SOURCE, Digest, check_same_digests
 
 T = TypeVar("T")
@@ -44,43 +45,27 @@ def place_of(epoch: int, number: int) -> str:
     return f" in batch {number} of epoch {epoch}"
 
 
-class SingleProcessSync:
-    """The agreement of a single process: nothing is exchanged."""
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work`."""
-        return work()
-
-    def exchange(
-        self, local_counts: dict[int, int], width: int, rows: str | None, epoch: int, number: int, *_: Any
-    ) -> tuple[list[int], int]:
-        """Returns the number of examples of each shard, and the width."""
-        return list(local_counts.values()), width
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class ProcessBatchSync:
     """The agreement of the processes that feed a strategy, with one message exchange per batch.
 
     Args:
-        channel: The exchange.
-        pipeline: The index of this process.
-        num_pipelines: The number of processes.
+        channel: The exchange. None: this process reads alone, and nothing is exchanged.
+        share: The part of each batch that this process holds.
         should_stop: Whether to stop waiting for messages.
     """
 
-    def __init__(self, channel: Channel, pipeline: int, num_pipelines: int, should_stop: Callable[[], bool] = bool):
-        self._exchange = MessageExchange(
-            channel.name,
-            pipeline,
-            num_pipelines,
-            "an agreement on a batch",
-            should_stop,
-            processes=channel.processes,
-        )
-        self._pipeline, self._processes, self._num_batches = pipeline, channel.processes, 0
+    def __init__(self, channel: Channel | None, share: ProcessShare, should_stop: Callable[[], bool] = bool):
+        self._exchange: MessageExchange | None = None
+        self._pipeline, self._processes, self._num_batches = share.pipeline, channel.processes if channel else (), 0
+        if channel is not None:
+            self._exchange = MessageExchange(
+                channel.name,
+                share.pipeline,
+                share.num_pipelines,
+                "an agreement on a batch",
+                should_stop,
+                processes=channel.processes,
+            )
         self._marks: list[list[int]] | None = None
 
     def run(self, work: Callable[[], T]) -> T:
@@ -88,7 +73,8 @@ class ProcessBatchSync:
         try:
             return work()
         except Exception as error:
-            self._exchange.post({"error": f"{type(error).__name__}: {error}"})
+            if self._exchange is not None:
+                self._exchange.post({"error": f"{type(error).__name__}: {error}"})
             raise
 
     def check_same(self, description: str) -> None:
@@ -137,6 +123,8 @@ class ProcessBatchSync:
             ValueError: The counts, the rows or the digests differ between processes, or the processes are at different batches.
             InterruptedError: `should_stop` returned True.
         """
+        if self._exchange is None:
+            return list(local_counts.values()), width
         where = place_of(epoch, number)
         # The same message for all full batches of an epoch: a message that has changed takes another request.
         offset = number - self._num_batches
@@ -166,7 +154,8 @@ class ProcessBatchSync:
 
     def close(self) -> None:
         """Ends the exchange. Processes that continue receive an error instead of waiting."""
-        self._exchange.close({"error": "the iterator was closed there, but not here"})
+        if self._exchange is not None:
+            self._exchange.close({"error": "the iterator was closed there, but not here"})
 
     def _check_calls(self, marks: Sequence[Sequence[Sequence[int]]]) -> None:
         """Raises ValueError, on all processes, if the processes have made different calls of programs until now."""
@@ -179,7 +168,7 @@ class ProcessBatchSync:
             raise ValueError(call_records.difference_text(*first, *other))
 
     def _all_messages(self, message: dict[str, Any], where: str = "") -> list[dict[str, Any]]:
-        messages = self._exchange.exchange(message)
+        messages = self._exchange.exchange(message) if self._exchange is not None else []
         for process, received in enumerate(messages):
             if "error" in received:
                 raise RuntimeError(f"Input pipeline {process} could not read its data{where}: {received['error']}")

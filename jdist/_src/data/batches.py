@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import check_same_rows, describe_row, float64_warning, to_32_bits
-from jdist._src.data.batch_sync import Channel, ProcessBatchSync, SingleProcessSync, place_of
+from jdist._src.data.batch_sync import Channel, ProcessBatchSync, place_of
 from jdist._src.data.config import InputConfig
 from jdist._src.data.files import Files
 from jdist._src.data.shard_readers import IndexedReader, ShardBlock, ShardReader, StreamReader
@@ -79,15 +79,8 @@ def read_batches(
         should_stop: Whether to stop waiting for them.
     """
     is_single = share.num_pipelines == 1 or in_memory_on_all(config, share)
-    sync = (
-        SingleProcessSync()
-        if is_single or channel is None
-        else ProcessBatchSync(channel, share.pipeline, share.num_pipelines, should_stop)
-    )
-    try:
+    with contextlib.closing(ProcessBatchSync(None if is_single else channel, share, should_stop)) as sync:
         yield from _BatchReader(config, share, start, sync).read()
-    finally:
-        sync.close()
 
 
 def element_shapes(config: InputConfig, share: ProcessShare, start: Position, channel: Channel) -> PyTree:
@@ -123,13 +116,7 @@ def in_memory_on_all(config: InputConfig, share: ProcessShare) -> bool:
 class _BatchReader:
     """Reads the batches of one process."""
 
-    def __init__(
-        self,
-        config: InputConfig,
-        share: ProcessShare,
-        start: Position,
-        sync: SingleProcessSync | ProcessBatchSync,
-    ):
+    def __init__(self, config: InputConfig, share: ProcessShare, start: Position, sync: ProcessBatchSync):
         self._config, self._share, self._start, self._sync = config, share, start, sync
         self._size = start.batch_size
         # The size in a position may come from another number of replicas.
@@ -186,7 +173,7 @@ class _BatchReader:
                 if number == 0 and 0 in counts:
                     raise ValueError(
                         f"Shard {counts.index(0)} of the {len(counts)} shards of the data contains no examples. "
-                        f"{self._config.no_examples}"
+                        f"{self._config.no_examples_advice}"
                     )
                 if examples != self._size and self._config.remainder == "error":
                     raise ValueError(
@@ -352,12 +339,12 @@ def _empty_epoch_error(config: InputConfig, epoch: int, dropped: int, size: int 
         return (
             f"Shard {short_counts.index(min(short_counts))} of the {len(short_counts)} shards of the data has only "
             f'{min(short_counts)} examples, which do not fill its part of a batch of {size}, and remainder="drop" drops '
-            f'partial batches. {config.smaller_batches}, or pass remainder="pad".'
+            f'partial batches. {config.smaller_batch_advice}, or pass remainder="pad".'
         )
     if dropped:
         return (
             f'{dropped} examples do not fill one batch of {size}, and remainder="drop" drops partial batches. '
-            f'{config.smaller_batches}, or pass remainder="pad".'
+            f'{config.smaller_batch_advice}, or pass remainder="pad".'
         )
     if epoch:
         return f"The source yields no examples in epoch {epoch}, but did in the one before. {READ_AGAIN}"

@@ -79,14 +79,14 @@ class InputConfig:
         return "distribute_datasets_from_function" if self.replica_batches else "distribute_dataset"
 
     @property
-    def smaller_batches(self) -> str:
+    def smaller_batch_advice(self) -> str:
         """Advice for messages: how to make smaller batches."""
         if self.replica_batches:
             return "Let the function return smaller batches"
         return "Let the source yield smaller batches" if self.batch_size is None else "Use a smaller `batch_size`"
 
     @property
-    def no_examples(self) -> str:
+    def no_examples_advice(self) -> str:
         """Advice for messages: what to do if a process reads zero examples."""
         if self.replica_batches:
             return "Let the function return at least one batch on each process."

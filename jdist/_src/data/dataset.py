@@ -1,5 +1,6 @@
 """A distributed data set and its iterator: batches on the devices, prefetched before the step that uses them."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -129,8 +130,7 @@ class DistributedDataset:
             ValueError: `epochs` is less than 1; or the source is endless or can be read only once, and `epochs` is more than 1.
         """
         check_epochs(epochs)
-        config = dataclasses.replace(self._config, epochs=epochs)
-        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
+        return self._with(epochs=epochs)
 
     def reshuffled(self, index: int) -> "DistributedDataset":
         """Returns the data set with another order for each `index`, for several readers; the same if it is not shuffled.
@@ -148,8 +148,7 @@ class DistributedDataset:
         """
         entropy = self._config.seed, as_int("`index`", index, 0)
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
-        config = dataclasses.replace(self._config, seed=seed) if self._config.shuffle else self._config
-        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
+        return self._with(seed=seed) if self._config.shuffle else self._with()
 
     def checked(self, check: Callable[[PyTree, str], None]) -> "DistributedDataset":
         """Returns the data set with a check of its examples, which raises on all processes.
@@ -161,7 +160,10 @@ class DistributedDataset:
         if in_memory_on_all(self._config, self._share):
             check(self._config.source.tree, "")  # pyright: ignore[reportAttributeAccessIssue]  # `Arrays`
             return self
-        config = dataclasses.replace(self._config, check=check)
+        return self._with(check=check)
+
+    def _with(self, **options: Any) -> "DistributedDataset":
+        config = dataclasses.replace(self._config, **options)
         return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
 
     def _identity(self) -> dict[str, Any]:
@@ -243,11 +245,8 @@ class DistributedDataset:
             make = functools.partial(self._cache.batches, config, share, position)
         in_memory = in_memory_on_all(config, share)
         if in_memory and share.num_pipelines > 1:
-            sync = ProcessBatchSync(channel, share.pipeline, share.num_pipelines)
-            try:
+            with contextlib.closing(ProcessBatchSync(channel, share)) as sync:
                 sync.check_same(f"the position {position}")
-            finally:
-                sync.close()
         # A thread only costs time where reading does not block, since transfers are asynchronous. Agreement blocks.
         reads_ahead = isinstance(config.source, Stream) and config.source.reads_ahead and share.num_pipelines == 1
         is_inline = in_memory or reads_ahead or self._prefetch == 0

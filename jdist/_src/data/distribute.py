@@ -1,5 +1,6 @@
 """Construction of a `DistributedDataset`: the source, the part that each process reads, and checks of the options."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -186,8 +187,7 @@ def _make_on_all_processes(
     """
     if share.num_pipelines == 1:
         return make()[0]
-    sync = ProcessBatchSync(new_channel(replicas.mesh), share.pipeline, share.num_pipelines)
-    try:
+    with contextlib.closing(ProcessBatchSync(new_channel(replicas.mesh), share)) as sync:
         dataset, options = sync.run(make)
         sync.check_same(f"a data set of {options}")
         config = dataset._config
@@ -196,8 +196,6 @@ def _make_on_all_processes(
             digest = {} if isinstance(config.source, (Stream, Files)) else digest_of_indexed(config.source)
             sync.check_same_source(f"a data set of {description}", digest)
         return dataset
-    finally:
-        sync.close()
 
 
 def _describe_source(config: InputConfig, share: ProcessShare) -> str:

@@ -69,7 +69,7 @@ class Threaded(Generic[T]):
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(depth):
             self._slots.put(None)
-        self._made: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()  # an item, or an error
         self._stop = threading.Event()
         # JAX's configuration contexts are thread-local.
         enable_x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,18 +88,17 @@ class Threaded(Generic[T]):
             StopIteration: There are no more items.
         """
         try:
-            result = self._made.get(timeout=_POLL_SECONDS)
+            item, error = self._made.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             with activity.waiting_for_thread("the next batch"):
-                result = self._wait()
+                item, error = self._wait()
         self._slots.put(None)
-        try:
-            return result()
-        except BaseException:
-            self._made.put(_end)
-            raise
+        if error is not None:
+            self._made.put((None, StopIteration()))
+            raise error
+        return item
 
-    def _wait(self) -> Callable[[], T]:
+    def _wait(self) -> tuple[Any, BaseException | None]:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._made.get(timeout=_POLL_SECONDS)
@@ -110,7 +109,7 @@ class Threaded(Generic[T]):
         if self._thread.is_alive():
             _log.warning("The source has not returned for %d s. Its thread ends when it does.", STOP_SECONDS)
         self._made = queue.SimpleQueue()
-        self._made.put(_end)
+        self._made.put((None, StopIteration()))
 
     def stop(self, wait: float = 0) -> None:
         """Requests the thread to end, and waits for it up to `wait` seconds."""
@@ -129,27 +128,13 @@ def _request_stop(stop: threading.Event, slots: queue.SimpleQueue[None]) -> None
 def _make_items(
     make: Maker[Any],
     slots: queue.SimpleQueue[None],
-    made: queue.SimpleQueue[Callable[[], Any]],
+    made: queue.SimpleQueue[tuple[Any, BaseException | None]],
     stop: threading.Event,
     enable_x64: bool,
 ) -> None:
     try:
         with jax.enable_x64(enable_x64), contextlib.closing(make(stop.is_set)) as items:  # pyright: ignore
             while slots.get() is None and not stop.is_set():
-                made.put(_returning(next(items)))
+                made.put((next(items), None))
     except BaseException as error:
-        made.put(_raising(error))
-
-
-def _returning(item: T) -> Callable[[], T]:
-    return lambda: item
-
-
-def _raising(error: BaseException) -> Callable[[], Any]:
-    def result() -> Any:
-        raise error
-
-    return result
-
-
-_end = _raising(StopIteration())
+        made.put((None, error))

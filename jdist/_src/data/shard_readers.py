@@ -1,7 +1,7 @@
 """Readers of one shard of the data: a block of rows per batch."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -29,24 +29,8 @@ class ShardBlock(NamedTuple):
     is_example: Callable[[], np.ndarray]
 
 
-class ShardReader(Protocol):
-    """Reads the blocks of a shard in one epoch, sequentially."""
-
-    def read(self, part: ShardRows, where: str) -> ShardBlock:
-        """Returns the next block. Blocks after the last one do not contain examples."""
-        ...
-
-    def state(self) -> Any:
-        """Returns the position of the source as JSON-able data, or None if the source does not report it."""
-        ...
-
-    def close(self) -> None:
-        """Releases the source."""
-        ...
-
-
 class IndexedReader:
-    """Reads blocks of examples by their index.
+    """Reads the blocks of a shard in one epoch, sequentially: examples by their index.
 
     Args:
         source: The examples.
@@ -58,7 +42,7 @@ class IndexedReader:
         self._source, self._indices, self._next = source, indices, first
 
     def read(self, part: ShardRows, where: str) -> ShardBlock:
-        """Returns the next block."""
+        """Returns the next block. Blocks after the last one do not contain examples."""
         indices = self._indices[self._next : self._next + part.size]
         self._next += part.size
         # Padding repeats the first example: its values are valid inputs, and its weight is zero.
@@ -77,7 +61,7 @@ class IndexedReader:
 
 
 class StreamReader:
-    """Reads blocks of a stream of examples or of batches.
+    """Reads the blocks of a shard in one epoch, sequentially: a stream of examples or of batches.
 
     Args:
         source: The stream.
@@ -120,11 +104,11 @@ class StreamReader:
         return num_rows(self._peeked[0]) if self._peeked else 0
 
     def read(self, part: ShardRows, where: str) -> ShardBlock:
-        """Returns the next block."""
+        """Returns the next block. Blocks after the last one do not contain examples."""
         return self._read_batches(part, where) if self._source.batches else self._read_examples(part, where)
 
     def state(self) -> Any:
-        """Returns the position that the source reports."""
+        """Returns the position of the source as JSON-able data, or None if the source does not report it."""
         return get_state(self._elements)
 
     def close(self) -> None:
@@ -210,6 +194,9 @@ class StreamReader:
             first = next(self._source.start(self._epoch, 0))
             self._example = self._as_batch(first, "") if self._source.batches else copy_example(first)
         return self._example
+
+
+ShardReader: TypeAlias = IndexedReader | StreamReader
 
 
 def _pad(rows: PyTree, size: int) -> PyTree:

@@ -1,7 +1,6 @@
 """The order of indexed examples: pure arithmetic, the same on every process and for any number of devices."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,8 +17,8 @@ class ExampleOrder:
 
     Example:
         >>> order = ExampleOrder(5, shuffle=False, seed=0)
-        >>> [batch.tolist() for batch in order.batches(0, 2)]
-        [[0, 1], [2, 3], [4]]
+        >>> order.epoch(0).tolist()
+        [0, 1, 2, 3, 4]
     """
 
     num_examples: int
@@ -34,9 +33,3 @@ class ExampleOrder:
         key, counter = np.array([self.seed, epoch], np.uint64), np.array([0, 0, 0, self.shard], np.uint64)
         # Of numpy's generators, only the legacy `RandomState` guarantees the same stream in every version.
         return np.random.RandomState(np.random.Philox(key=key, counter=counter)).permutation(self.num_examples)
-
-    def batches(self, epoch: int, size: int, first: int = 0) -> Iterator[np.ndarray]:
-        """Yields the indices of each batch of an epoch, `[batch]`, from batch `first`; a last partial batch has fewer."""
-        order = self.epoch(epoch)
-        for start in range(first * size, self.num_examples, size):
-            yield order[start : start + size]

@@ -200,7 +200,7 @@ def _check_lists(source: PyTree) -> None:
 def _with_numpy_elements(source: Iterable[Any]) -> Iterable[Any]:
     """Returns an iterable of arrays that numpy can read, where the library yields other objects by default."""
     if is_instance(source, "tensorflow", "data.Dataset"):
-        return _NumpyOfTensorflow(source)
+        return CallableIterable(source.as_numpy_iterator)  # pyright: ignore[reportAttributeAccessIssue]
     if not is_instance(source, "datasets", "IterableDataset"):
         return source
     # numpy has no bfloat16, so torch tensors stay as they are.
@@ -280,14 +280,6 @@ def _torch_loader(loader: Any, batches: bool) -> Stream:
     if loader.batch_size is None and loader.batch_sampler is None:
         return Stream(start, batches, reuses_buffers=True, repeatable=repeatable)
     return Stream(start, True, loader.batch_size, repeatable=repeatable)
-
-
-class _NumpyOfTensorflow:
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._dataset.as_numpy_iterator()
 
 
 def _with_numpy_format(dataset: Any) -> Any:

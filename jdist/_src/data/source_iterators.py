@@ -55,7 +55,7 @@ class CallableIterable:
         as_iterable: Converts the result of `make` to an iterable of elements.
     """
 
-    def __init__(self, make: Callable[[], Any], as_iterable: Callable[[Any], Iterable[Any]]):
+    def __init__(self, make: Callable[[], Any], as_iterable: Callable[[Any], Iterable[Any]] = iter):
         self._make, self._as_iterable = make, as_iterable
 
     def __iter__(self) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -13,18 +13,6 @@ from jdist._src.data.array_rows import ExampleStack, as_numeric_array, as_rows, 
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.values.base import is_distributed
-
-
-class Indexed(Protocol):
-    """Examples with an index."""
-
-    def __len__(self) -> int:
-        """Returns the number of examples."""
-        ...
-
-    def take(self, indices: np.ndarray, where: str) -> PyTree:
-        """Returns the examples at `indices`, leaves `[example, ...]`, in new memory."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +59,7 @@ class Arrays:
         return self._treedef.unflatten(self._arrays)
 
     def take(self, indices: np.ndarray, where: str) -> PyTree:
-        """Returns the rows at `indices`."""
+        """Returns the rows at `indices`, leaves `[example, ...]`, in new memory."""
         return self._treedef.unflatten([array.take(indices, axis=0) for array in self._arrays])
 
 
@@ -111,6 +99,9 @@ class Columns:
         columns = self._dataset[indices.tolist()]
         columns = columns_as_arrays(columns, where)
         return as_rows(columns if self._buckets is None else self._buckets.as_arrays(columns), where)
+
+
+Indexed: TypeAlias = Arrays | Examples | Columns  # examples with an index
 
 
 class Table:

@@ -29,7 +29,7 @@ class Stats:
     @property
     def stalled_fraction(self) -> float:
         """The fraction of the steps that waited; 0 for fewer than two batches."""
-        return _stalled_fraction(self.stalled, self.batches)
+        return self.stalled / max(1, self.batches - 1)
 
     @property
     def waiting_fraction(self) -> float:
@@ -45,10 +45,14 @@ class Stats:
 
 
 class LoopTimer:
-    """Measures the time between requesting a batch and receiving it."""
+    """Measures the time between requesting a batch and receiving it.
+
+    Attributes:
+        examples: The number of examples received.
+    """
 
     def __init__(self) -> None:
-        self._batches = self._examples = self._stalled = self._first = 0
+        self._batches = self.examples = self._stalled = self._first = 0
         self._startup = self._waiting = self._total = 0.0
         self._first_received = self._last_received = 0.0  # since the last pause; 0 before the first batch
 
@@ -56,7 +60,7 @@ class LoopTimer:
         """Records that the loop receives a batch that it requested at `requested`, a value of `time.perf_counter()`."""
         now = time.perf_counter()
         self._batches += 1
-        self._examples += examples
+        self.examples += examples
         if self._last_received:
             self._waiting += now - requested
             if stalled:
@@ -73,20 +77,11 @@ class LoopTimer:
         self._first_received = self._last_received = 0.0
 
     @property
-    def examples(self) -> int:
-        """The number of examples received."""
-        return self._examples
-
-    @property
     def stalled_fraction(self) -> float:
         """The fraction of the steps that waited; 0 for fewer than two batches."""
-        return _stalled_fraction(self._stalled, self._batches)
+        return self._stalled / max(1, self._batches - 1)
 
     def stats(self) -> Stats:
         """Returns the measurements so far."""
         working = self._total + self._last_received - self._first_received - self._waiting
-        return Stats(self._batches, self._examples, self._startup, self._waiting, working, self._stalled, self._first)
-
-
-def _stalled_fraction(stalled: int, batches: int) -> float:
-    return stalled / max(1, batches - 1)
+        return Stats(self._batches, self.examples, self._startup, self._waiting, working, self._stalled, self._first)
