@@ -85,7 +85,10 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
         check_path("weights.save(path, tree)", path, tree)
         if max_file_bytes is not None:
             as_int("`max_file_bytes`", max_file_bytes, 1)
-            _check_can_be_split(path)
+            if os.path.splitext(os.fspath(path))[1] != ".safetensors":
+                raise ValueError(
+                    f"With `max_file_bytes`, the name of the file must end in .safetensors, got {os.fspath(path)!r}."
+                )
         arrays = to_array_tree(tree)
         check_saved_leaves(arrays)
         return arrays, {"`tree`": leaf_lines(arrays), "`max_file_bytes`": [str(max_file_bytes)]}
@@ -194,11 +197,8 @@ def _in_structure(path: Path, values: Mapping[str, Any], like: PyTree, strategy:
     else:
         unwrapped = jax.tree.map(lambda x: x.tree if is_distributed(x) else x, like, is_leaf=is_distributed)
         tree = jax.tree.unflatten(jax.tree.structure(unwrapped), list(values.values()))
-    if strategy is None:
-        rewrap = lambda node, value: _rewrap(node, _read(value), None)
-        return jax.tree.map(rewrap, like, tree, is_leaf=is_distributed)
-    wrap = lambda node, value: _in_wrapper(node, value, strategy.num_replicas_in_sync)
-    return _place(jax.tree.map(wrap, like, tree, is_leaf=is_distributed), strategy)
+    wrapped = jax.tree.map(lambda node, x: _in_wrapper(node, x, strategy), like, tree, is_leaf=is_distributed)
+    return wrapped if strategy is None else _place(wrapped, strategy)
 
 
 def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
@@ -235,8 +235,8 @@ def check_saved_leaves(tree: PyTree, has_jax_dtypes: bool = False) -> None:
             raise ValueError(
                 f"{name} ({dtype_and_shape(leaf)}) was donated to a step. Pass the state that the step returned."
             )
-        has_dtype = has_jax_dtypes or not hasattr(leaf, "dtype") or _is_stored_dtype(leaf.dtype)
-        if not has_dtype:
+        is_stored = has_jax_dtypes or not hasattr(leaf, "dtype") or is_random_key(leaf)
+        if not is_stored and np.dtype(leaf.dtype).name not in _DTYPE_NAMES and byte_dtype(leaf.dtype) is None:
             raise TypeError(
                 f"{name} is {dtype_and_shape(leaf)}, and safetensors files do not have this dtype. Cast it to one of "
                 f"{', '.join(sorted(_DTYPE_NAMES))}."
@@ -308,11 +308,6 @@ def in_order_of(mismatch: str, values: Mapping[str, Any], like: Mapping[str, Any
     return [values[name] for name in like]
 
 
-def _is_stored_dtype(dtype: Any) -> bool:
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return is_key or np.dtype(dtype).name in _DTYPE_NAMES or byte_dtype(dtype) is not None
-
-
 def _leaf_to_host(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and is_random_key(leaf):
         return jax.random.wrap_key_data(_leaf_to_host(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
@@ -330,13 +325,6 @@ def _import_safetensors() -> Any:
     with optional_import("Weights need safetensors", "jdist[export]"):
         import safetensors.numpy
     return safetensors
-
-
-def _check_can_be_split(path: Path) -> None:
-    if os.path.splitext(os.fspath(path))[1] != ".safetensors":
-        raise ValueError(
-            f"With `max_file_bytes`, the name of the file must end in .safetensors, got {os.fspath(path)!r}."
-        )
 
 
 def _split_into_files(path: Path, tree: PyTree, max_file_bytes: int) -> dict[str, PyTree]:
@@ -373,15 +361,19 @@ def _write_index(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -> 
         (path if is_split else index).unlink(missing_ok=True)
 
 
-def _read(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.read() if isinstance(x, StoredTensor) else x, tree)
+def _in_wrapper(node: Any, value: PyTree, strategy: Strategy | None) -> PyTree:
+    """Returns stored arrays in the wrapper of `node`.
 
-
-def _in_wrapper(node: Any, value: PyTree, num_replicas: int) -> PyTree:
-    """Returns stored arrays in the wrapper of `node`. Values per replica are read, because they depend on the replicas."""
-    if is_distributed(node) and node._is_stacked:
-        return _rewrap(node, _read(value), num_replicas)
-    return node._with_tree(value) if is_distributed(node) else value
+    They are read without a strategy. Values per replica are always read, because they depend on the replicas.
+    """
+    if strategy is None or (is_distributed(node) and node._is_stacked):
+        value = jax.tree.map(lambda x: x.read() if isinstance(x, StoredTensor) else x, value)
+    if not isinstance(node, SyncOnRead) or not jax.tree.leaves(value):
+        return node._with_tree(value) if is_distributed(node) else value
+    one_row = node._with_tree(jax.tree.map(lambda x: x[None], value))
+    if strategy is not None:
+        return one_row._for_num_replicas(strategy.num_replicas_in_sync)
+    return one_row._for_num_replicas(np.shape(jax.tree.leaves(node.tree)[0])[0])
 
 
 def _place(tree: PyTree, strategy: Strategy) -> PyTree:
@@ -393,13 +385,12 @@ def _place(tree: PyTree, strategy: Strategy) -> PyTree:
         check_wrapper(f"value{jax.tree_util.keystr(path)}", node, strategy.replicas)
     leaves, treedef = jax.tree.flatten(tree)
     shardings = [x for x in jax.tree.leaves(strategy.shardings(shapes)) if isinstance(x, NamedSharding)]
-    return treedef.unflatten(map(_place_leaf, leaves, shardings))
-
-
-def _place_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    if not isinstance(leaf, StoredTensor):
-        return device_put_copy(leaf, sharding)
-    return jax.make_array_from_callback(leaf.shape, sharding, leaf.read)
+    return treedef.unflatten(
+        jax.make_array_from_callback(x.shape, sharding, x.read)
+        if isinstance(x, StoredTensor)
+        else device_put_copy(x, sharding)
+        for x, sharding in zip(leaves, shardings, strict=True)
+    )
 
 
 def _with_dtype(path: Path, name: str, leaf: Any, dtype: Any) -> Any:
@@ -471,14 +462,6 @@ def _shapes_when_read(node: Any) -> PyTree:
         return jax.ShapeDtypeStruct(np.shape(leaf)[isinstance(node, SyncOnRead) :], dtype)
 
     return jax.tree.map(shape_of, node.tree if is_distributed(node) else node)
-
-
-def _rewrap(node: Any, value: PyTree, num_replicas: int | None) -> PyTree:
-    """Returns `value` in the wrapper of `node`."""
-    if not isinstance(node, SyncOnRead) or not jax.tree.leaves(value):
-        return node._with_tree(value) if is_distributed(node) else value
-    one_row = node._with_tree(jax.tree.map(lambda x: x[None], value))
-    return one_row._for_num_replicas(num_replicas or np.shape(jax.tree.leaves(node.tree)[0])[0])
 
 
 def _count_text(total: int, statement: str, names: Sequence[str]) -> str:
