@@ -13,13 +13,6 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.data.buckets import Buckets
 from jdist._src.values.arrays import check_range
 
-# The dtypes that JAX uses for 64-bit dtypes unless `jax_enable_x64` is set.
-_DTYPES_32 = {
-    np.dtype(np.int64): np.dtype(np.int32),
-    np.dtype(np.uint64): np.dtype(np.uint32),
-    np.dtype(np.float64): np.dtype(np.float32),
-    np.dtype(np.complex128): np.dtype(np.complex64),
-}
 _SCALARS = (bool, int, float, complex, np.generic)
 STACK_EXAMPLES = "Stack a list of examples into arrays: `jax.tree.map(lambda *x: np.stack(x), *examples)`"
 
@@ -215,9 +208,9 @@ def _of_torch(leaf: Any) -> np.ndarray:
 
 
 def float64_warning(tree: PyTree) -> str | None:
-    """Returns a warning that names the leaves that lose precision in 32 bits, if any."""
-    wide = (np.dtype(np.float64), np.dtype(np.complex128))
-    leaves = [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
+    """Returns a warning that names the floats that lose precision in JAX's dtype, if any."""
+    is_wide = lambda leaf: leaf.dtype.kind in "fc" and leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype)
+    leaves = [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if is_wide(leaf)]
     if not leaves:
         return None
     return (
@@ -233,26 +226,17 @@ def check_ranges(tree: PyTree) -> None:
 
 
 def to_32_bits(tree: PyTree) -> PyTree:
-    """Returns the rows in the 32-bit dtypes that JAX uses by default.
+    """Returns the rows in the dtypes of JAX, which have at most 32 bits unless 64-bit types are enabled.
 
     Raises:
         ValueError: An integer is out of range.
     """
-    if all(leaf.dtype not in _DTYPES_32 for leaf in jax.tree.leaves(tree)):
+    dtype = jax.dtypes.canonicalize_dtype
+    if all(leaf.dtype == dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)):
         return tree
-    leaves = [_to_32_bits(name, leaf) for name, leaf in named_leaves("source", tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-def _to_32_bits(name: str, array: np.ndarray) -> np.ndarray:
-    dtype = _DTYPES_32.get(array.dtype)
-    if dtype is None:
-        return array
-    if dtype.kind in "fc":
-        with np.errstate(over="ignore"):  # as in JAX, a number out of range becomes infinite
-            return array.astype(dtype)
-    check_range(name, array, dtype)
-    return array.astype(dtype)
+    check_ranges(tree)
+    with np.errstate(over="ignore"):  # as in JAX, a float out of range becomes infinite
+        return jax.tree.map(lambda leaf: leaf.astype(dtype(leaf.dtype), copy=False), tree)
 
 
 def describe_difference(expected: PyTree, tree: PyTree) -> str | None:

@@ -128,7 +128,6 @@ class _BatchReader:
         self._dropped = 0
         self._short_counts: list[int] = []  # examples per shard in the first dropped batch
         self._full_weights: np.ndarray | None = None  # of a batch without partial shards: one array for all of them
-        self._x64_enabled = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
     def read(self) -> Iterator[LocalBatch]:
         """Yields the batches of one epoch after the other."""
@@ -278,13 +277,13 @@ class _BatchReader:
             self._first_rows = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), compared)
             self._warning = _batched_elements_warning(self._config, compared)
             self._description = f"batches of {self._size} examples of {describe_row(compared)}"
-            if not self._x64_enabled and (warning := float64_warning(rows)):
+            if warning := float64_warning(rows):
                 self._config.warn(warning)
         else:
             check_same_rows(self._first_rows, compared, where)
         if self._config.check is not None:
             self._config.check(rows, where)
-        return rows if self._x64_enabled else to_32_bits(rows)
+        return to_32_bits(rows)
 
     def _width(self, blocks: list[PyTree], where: str) -> int:
         """Returns the width that the blocks of this process have to be padded to; 0 without buckets, or without examples."""

@@ -97,11 +97,9 @@ class DeviceCache:
         if self._leaves:
             return
         arrays = self._source.tree
-        if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
-            if warning := float64_warning(arrays):
-                self._warn(warning)
-            arrays = to_32_bits(arrays)
-        leaves = jax.tree.leaves(arrays)
+        if warning := float64_warning(arrays):
+            self._warn(warning)
+        leaves = jax.tree.leaves(to_32_bits(arrays))
         _check_memory(sum(array.nbytes for array in leaves), self._replicas)
         with jax.transfer_guard_host_to_device("allow"):
             self._leaves = jax.device_put(leaves, self._replicas.replicated_sharding)

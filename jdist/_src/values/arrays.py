@@ -148,11 +148,6 @@ def mesh_of(leaf: jax.Array) -> Mesh:
     return leaf.sharding.mesh
 
 
-def num_replicas_on(mesh: Mesh) -> int:
-    """Returns the number of replicas on `mesh`, if each device runs at most one."""
-    return 1 if spans_devices(mesh) else mesh.size
-
-
 def device_put_copy(x: Any, sharding: Sharding) -> jax.Array:
     """Returns a copy of `x` with this sharding. A copy, because a step donates its state, and the caller may still use `x`."""
     if isinstance(x, core.Tracer) or jax_compat.is_tracing():

@@ -214,16 +214,11 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
     return treedef.unflatten(map(PerReplica, placed))
 
 
-def put_replicated(tree: PyTree, replicas: Replicas) -> PyTree:
-    """Returns `tree` with every leaf replicated on the devices of the replicas."""
-    return put(tree, replicas, lambda tree: [replicas.replicated_sharding for _ in jax.tree.leaves(tree)])
-
-
 def put_on_every_replica(node: PyTree, replicas: Replicas) -> PyTree:
     """Returns a wrapper around the value of one replica, with this value on every replica; a plain tree is replicated."""
     check_not_nested("value", node)
     if not isinstance(node, DistributedValues) or node._is_replicated:
-        return put_replicated(node, replicas)
+        return put(node, replicas, lambda tree: [replicas.replicated_sharding for _ in jax.tree.leaves(tree)])
     for name, leaf in named_values("value", node):
         check_value(name, leaf)
     to_rows = lambda x: repeat_rows(

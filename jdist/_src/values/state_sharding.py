@@ -143,10 +143,10 @@ class StateSharding:
         parameter_specs = self._parameter_specs(leaves, is_state)
         if is_state and self.shard != "all":
             _warn_of_unrecognized_states(tree, leaves)
-        parameters = _ParameterIndex(leaves, parameter_specs)
+        parameter_of = _parameter_finder(leaves, parameter_specs)
         shardings: list[NamedSharding] = []
         for leaf in leaves:
-            path = parameters.parameter_of(leaf).path if leaf.is_optimizer else leaf.path
+            path = parameter_of(leaf).path if leaf.is_optimizer else leaf.path
             spec = parameter_specs.get(path, PartitionSpec())
             spec = self._with_data_axis(leaf, spec) if leaf.is_optimizer or self.shard == "all" else spec
             spec = PartitionSpec(None, *spec) if leaf.is_stacked and len(spec) else spec
@@ -186,11 +186,11 @@ class StateSharding:
             return None
         leaves = state_leaves(state)
         parameter_specs = self._parameter_specs(leaves, is_state=True)
-        parameters = _ParameterIndex(leaves, parameter_specs)
+        parameter_of = _parameter_finder(leaves, parameter_specs)
 
         def constrain(path: Any, x: Any) -> Any:
             gradient = StateLeaf("gradient", _keys(path), jnp.shape(x), x, is_optimizer=True)
-            parameter = parameters.parameter_of(gradient)
+            parameter = parameter_of(gradient)
             if parameter is gradient:
                 return x
             spec = self._with_data_axis(gradient, parameter_specs.get(parameter.path, PartitionSpec()))
@@ -309,22 +309,20 @@ def state_leaves(state: PyTree) -> list[StateLeaf]:
     return leaves
 
 
-class _ParameterIndex:
-    """Finds the parameter for which an optimizer stores a leaf: same shape, and the longest common end of their paths.
+def _parameter_finder(
+    leaves: Sequence[StateLeaf], paths_with_spec: Collection[tuple[str, ...]]
+) -> Callable[[StateLeaf], StateLeaf]:
+    """Returns a function from a leaf to the parameter for which an optimizer stores it, or to the leaf without one.
 
-    If several parameters match, those with a spec are preferred: the others are copies, such as moving averages.
+    The parameter has the same shape, and the longest common end of their paths. If several parameters match, those with a spec
+    are preferred: the others are copies, such as moving averages.
     """
-
-    def __init__(self, leaves: Sequence[StateLeaf], paths_with_spec: Collection[tuple[str, ...]]):
-        self._by_path_end: dict[tuple[tuple[str, ...], Shape], StateLeaf] = {}
-        for leaf in sorted(leaves, key=lambda leaf: leaf.path not in paths_with_spec):
-            if not leaf.is_optimizer:
-                for end in _path_ends(leaf):
-                    self._by_path_end.setdefault(end, leaf)
-
-    def parameter_of(self, leaf: StateLeaf) -> StateLeaf:
-        """Returns the parameter; the leaf itself if there is none."""
-        return next((self._by_path_end[end] for end in _path_ends(leaf) if end in self._by_path_end), leaf)
+    by_path_end: dict[tuple[tuple[str, ...], Shape], StateLeaf] = {}
+    for leaf in sorted(leaves, key=lambda leaf: leaf.path not in paths_with_spec):
+        if not leaf.is_optimizer:
+            for end in _path_ends(leaf):
+                by_path_end.setdefault(end, leaf)
+    return lambda leaf: next((by_path_end[end] for end in _path_ends(leaf) if end in by_path_end), leaf)
 
 
 def _path_ends(leaf: StateLeaf) -> Iterator[tuple[tuple[str, ...], Shape]]:
