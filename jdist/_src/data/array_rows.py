@@ -232,7 +232,7 @@ def to_32_bits(tree: PyTree) -> PyTree:
         ValueError: An integer is out of range.
     """
     dtype = jax.dtypes.canonicalize_dtype
-    if all(leaf.dtype == dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)):
+    if all(leaf.itemsize < 8 or leaf.dtype == dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)):
         return tree
     check_ranges(tree)
     with np.errstate(over="ignore"):  # as in JAX, a float out of range becomes infinite
