@@ -1,5 +1,7 @@
 """Batches of varying width, padded to declared widths."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,11 +96,11 @@ def test_buckets_pad_every_leaf_with_a_width_by_default(two):
     assert [leaf.tree.shape for leaf in pair] == [(2, 2, 8), (2, 2, 6)]
 
 
-def test_processes_agree_on_the_largest_width(monkeypatch):
+def test_processes_agree_on_the_largest_width():
     sync = batch_sync.ProcessBatchSync.__new__(batch_sync.ProcessBatchSync)
     sync._processes, sync._num_batches = (0, 1), 0
     others = [{"counts": [(1, 4)], "width": 8, "rows": None, "epoch": 0, "offset": 0}]
-    monkeypatch.setattr(sync, "_all_messages", lambda message, where="": [message, *others], raising=False)
+    sync._exchange = types.SimpleNamespace(exchange=lambda message: [message, *others])
     assert sync.exchange({0: 4}, 4, None, 0, 0) == ([4, 4], 8)
 
 
