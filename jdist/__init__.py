@@ -59,6 +59,7 @@ from jdist._src.parameter_server.partitioners import FixedShardsPartitioner as F
 from jdist._src.parameter_server.partitioners import MaxSizePartitioner as MaxSizePartitioner
 from jdist._src.parameter_server.partitioners import MinSizePartitioner as MinSizePartitioner
 from jdist._src.parameter_server.partitioners import Partitioner as Partitioner
+from jdist._src.parameter_server.server_array import ServerArray as ServerArray
 from jdist._src.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
 from jdist._src.replica.context import ReplicaContext as ReplicaContext
 from jdist._src.replica.context import ValueContext as ValueContext
@@ -114,7 +115,6 @@ from jdist._src.values.mirrored import Mirrored as Mirrored
 from jdist._src.values.per_replica import PerReplica as PerReplica
 from jdist._src.values.reduce_op import ReduceOp as ReduceOp
 from jdist._src.values.row_slices import RowSlices as RowSlices
-from jdist._src.values.server_array import ServerArray as ServerArray
 from jdist._src.values.sharded import Sharded as Sharded
 from jdist._src.values.sync_on_read import SyncOnRead as SyncOnRead
 

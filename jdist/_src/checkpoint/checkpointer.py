@@ -33,7 +33,6 @@ from jdist._src.replica.context import in_replica_function
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.device_put import check_devices_attached
 from jdist._src.values.process_calls import record_lines
-from jdist._src.values.server_array import without_values
 
 T = TypeVar("T")
 _LOG = logging.getLogger("jdist")
@@ -466,7 +465,7 @@ class Checkpointer:
         except Exception as error:
             self._raise_read_error(step, error)
         only, rename = as_paths(only), as_renames(rename)
-        return make_restore_plan(self._folder, manifest, saved, strategy, without_values(like), only, rename)
+        return make_restore_plan(self._folder, manifest, saved, strategy, like, only, rename)
 
     def _read(self, plan: RestorePlan) -> RestoredCheckpoint:
         try:

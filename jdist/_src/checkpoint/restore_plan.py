@@ -219,8 +219,8 @@ def _shapes_of_like(tree: PyTree, num_replicas: int) -> PyTree:
             if not hasattr(x, "dtype") or not hasattr(x, "shape"):
                 check_array("like", x)
                 x = np.asarray(x)
-            is_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-            dtype = x.dtype if is_jax else jax.dtypes.canonicalize_dtype(x.dtype)
+            is_on_host = isinstance(x, np.ndarray | np.generic)
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype) if is_on_host else x.dtype
             return jax.ShapeDtypeStruct(rows + x.shape[len(rows) :], dtype)
 
         return jax.tree.map(shape_of, node)

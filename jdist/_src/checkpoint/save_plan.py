@@ -25,7 +25,7 @@ from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
 from jdist._src.values.arrays import check_array, is_device_array, to_numpy
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
-from jdist._src.values.server_array import read_servers
+from jdist._src.values.remote_array import materialize
 
 
 class SavePlan(NamedTuple):
@@ -89,7 +89,7 @@ def make_save_plan(
         TypeError: A leaf, the position, the seed or a metric cannot be saved.
     """
     position, seed = checked_json("data_position", position), checked_json("seed", seed)
-    state = read_servers(to_array_tree(state))
+    state = materialize(to_array_tree(state))
     state_leaves = leaves_of(state)
     extra_leaves = [leaf for leaf in leaves_of(extra) if not is_inline(leaf.value)]
     check_distinct(state_leaves)

@@ -17,12 +17,13 @@ from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results
 from jdist._src.jaxpr.server_partition import UpdateGroup
 from jdist._src.parameter_server.engine import Engine
+from jdist._src.parameter_server.server_array import ServerArray
 from jdist._src.parameter_server.step_parts import StepParts, TracedStep, compile_parts, cut_step
 from jdist._src.parameter_server.storage import LeafStorage, Shard
 from jdist._src.parameter_server.worker_index import in_scheduled_function
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.values.base import named_values
-from jdist._src.values.server_array import ServerArray, is_server_array, read_servers, without_values
+from jdist._src.values.remote_array import materialize
 
 
 class Snapshots(Protocol):
@@ -96,7 +97,7 @@ class ParameterServerBackend(ShardMapBackend):
         def call(args: Arguments) -> Results:
             state, *inputs = args
             leaves, treedef = jax.tree.flatten(state)
-            input_leaves, input_treedef = jax.tree.flatten(read_servers(tuple(inputs)))
+            input_leaves, input_treedef = jax.tree.flatten(materialize(tuple(inputs)))
             key = treedef, input_treedef, tuple(map(_aval_key, leaves)), tuple(map(_aval_key, input_leaves))
             with self._lock:
                 parts = cache.get(key)
@@ -121,7 +122,7 @@ class ParameterServerBackend(ShardMapBackend):
         if self.engine.num_calls == 0 or step % snapshots.every:
             return
         snapshots.save(step, state)
-        like, device = without_values(state), self.replicas.mesh.devices.flat[0]
+        like, device = jax.tree.map(_shape_of, state), self.replicas.mesh.devices.flat[0]
 
         def read() -> list[Any]:
             return jax.tree.leaves(snapshots.restore(OneDeviceStrategy(device), like=like, step=step).state)
@@ -153,8 +154,8 @@ class ParameterServerBackend(ShardMapBackend):
     def _group_placement(
         self, group: UpdateGroup, leaves: Sequence[Any], step: TracedStep, names: Sequence[str]
     ) -> tuple[Shard, ...]:
-        stored = {leaves[number].storage.shards for number in group.leaves if is_server_array(leaves[number])}
-        if len(stored) == 1 and all(is_server_array(leaves[number]) for number in group.leaves):
+        stored = {leaves[number].storage.shards for number in group.leaves if isinstance(leaves[number], ServerArray)}
+        if len(stored) == 1 and all(isinstance(leaves[number], ServerArray) for number in group.leaves):
             (shards,) = stored
             if group.is_elementwise or len(shards) == 1:
                 return shards
@@ -167,12 +168,12 @@ class ParameterServerBackend(ShardMapBackend):
 
     def _stored(self, leaves: Sequence[Any], parts: StepParts) -> list[ServerArray]:
         """Returns the leaves of a state on the servers."""
-        if not all(map(is_server_array, leaves)):
+        if not all(isinstance(leaf, ServerArray) for leaf in leaves):
             self.engine.join()  # the new values replace what the steps in progress would change
         return [self._stored_leaf(leaf, shards) for leaf, shards in zip(leaves, parts.shards, strict=True)]
 
     def _stored_leaf(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
-        if not is_server_array(leaf):
+        if not isinstance(leaf, ServerArray):
             return self._moved_leaf(leaf, shards) if in_scheduled_function() else self._new_leaf(leaf, shards)
         if leaf.storage.shards != shards:
             self.engine.move(leaf.storage, shards)
@@ -214,7 +215,7 @@ def _aval_key(leaf: Any) -> tuple[Any, ...]:
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    if is_server_array(leaf):
+    if isinstance(leaf, ServerArray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     aval = jax.typeof(leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf))
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

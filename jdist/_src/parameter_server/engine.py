@@ -23,9 +23,9 @@ from jdist._src.parameter_server.closure_queue import WorkerLostError
 from jdist._src.parameter_server.event_log import UPDATES_PER_DIGEST, Replay, digest, open_log
 from jdist._src.parameter_server.executor import Executor, StepInputs
 from jdist._src.parameter_server.partitioners import row_ranges
+from jdist._src.parameter_server.server_array import OutputArray
 from jdist._src.parameter_server.step_parts import StepParts
 from jdist._src.parameter_server.storage import LeafStorage, Shard
-from jdist._src.values.server_array import OutputArray
 
 NonFinite: TypeAlias = Literal["keep", "skip", "stop"]
 MAX_ATTEMPTS = 10  # workers that a call may lose

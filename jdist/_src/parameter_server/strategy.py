@@ -21,7 +21,7 @@ from jdist._src.parameter_server.ray_executor import RayExecutor
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
 from jdist._src.strategies.own_devices import check_own_devices
-from jdist._src.values.server_array import read_servers
+from jdist._src.values.remote_array import materialize
 
 
 @final
@@ -185,8 +185,8 @@ class ParameterServerStrategy(Strategy):
         self, fn: Callable[..., Any], args: Sequence[PyTree] = (), kwargs: Mapping[str, PyTree] | None = None
     ) -> Any:
         """See `Strategy.run`. The function runs once, on the device of the first worker, with the current values."""
-        values = read_servers(args) if isinstance(args, (tuple, list)) else args
-        return super().run(fn, values, read_servers(kwargs))
+        values = materialize(args) if isinstance(args, (tuple, list)) else args
+        return super().run(fn, values, materialize(kwargs))
 
     def step(self, fn: Any = ..., *, donate: bool = True, **options: Any) -> Any:
         """See `Strategy.step`. The state is on the servers, so `donate=False` is impossible."""
@@ -199,23 +199,23 @@ class ParameterServerStrategy(Strategy):
 
     def reduce(self, op: Any, value: PyTree, axis: Any) -> PyTree:
         """See `Strategy.reduce`. Of one replica: the value itself, reduced over `axis`."""
-        return super().reduce(op, read_servers(value), axis)
+        return super().reduce(op, materialize(value), axis)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """See `Strategy.gather`. Of one replica: the value itself."""
-        return super().gather(read_servers(value), axis)
+        return super().gather(materialize(value), axis)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """See `Strategy.local_results`. Of one replica: `(value,)`."""
-        return super().local_results(read_servers(value))
+        return super().local_results(materialize(value))
 
     def put(self, tree: PyTree) -> PyTree:
         """See `Strategy.put`. The first step that gets the result moves it to the servers."""
-        return super().put(read_servers(tree))
+        return super().put(materialize(tree))
 
     def describe(self, state: PyTree = None, *, max_rows: int = 40) -> Description:
         """See `Strategy.describe`."""
-        return super().describe(read_servers(state), max_rows=max_rows)
+        return super().describe(materialize(state), max_rows=max_rows)
 
     def _num_shards(self, name: str, shape: Any) -> int:
         if self._partitioner is None or not shape.shape:

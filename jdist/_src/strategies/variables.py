@@ -14,7 +14,6 @@ from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_devices_attached, put_on_every_replica
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
-from jdist._src.values.server_array import read_servers
 from jdist._src.values.sharded import Sharded
 from jdist._src.values.sync_on_read import SyncOnRead
 
@@ -108,7 +107,7 @@ def read_values(tree: PyTree) -> PyTree:
         {'step': 7, 'w': 2.0}
     """
     read = lambda node: node.read() if is_distributed(node) else fully_replicated(node)
-    return from_array_tree(jax.tree.map(read, read_servers(to_array_tree(tree)), is_leaf=is_distributed))
+    return from_array_tree(jax.tree.map(read, to_array_tree(tree), is_leaf=is_distributed))
 
 
 def _wrapped(

@@ -37,7 +37,7 @@ from jdist._src.training.state_copies import param_digest, replicated_fingerprin
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import TrainCarry
 from jdist._src.values.process_calls import check_same_facts, exchange_call, processes_of
-from jdist._src.values.server_array import read_servers
+from jdist._src.values.remote_array import materialize
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
 _INTERRUPTED = "Ctrl-C was pressed."
@@ -311,7 +311,7 @@ class Loop:
     def _check_same_state(self) -> None:
         """Raises ValueError, on all processes, if replicated values of the last state differ between them."""
         if len(self._processes) == jax.process_count() > 1:
-            state = read_servers(self._carry.state)
+            state = materialize(self._carry.state)
             facts = {name: [value] for name, value in replicated_fingerprints(state).items()}
             check_same_facts("the end of `fit`", facts, self._processes)
 
@@ -320,7 +320,7 @@ class Loop:
             moment=moment,
             step=self._step,
             epoch=self._epoch,
-            read_state=functools.partial(read_servers, self._carry.state),
+            read_state=functools.partial(materialize, self._carry.state),
             position=self._position,
             examples=self._examples,
             seconds=time.perf_counter() - self._start_time,
@@ -393,7 +393,7 @@ class Loop:
         history = self._recorder.history
         history = dataclasses.replace(history, losses=dict(history.losses))
         proof = self._config.proof() if self._step > self._first_step else None
-        state = cast(Any, None if is_lost else read_servers(self._carry.state))
+        state = cast(Any, None if is_lost else materialize(self._carry.state))
         description = self._config.strategy.describe(state)
         return Fit(state, history, self._step, self._stop_reason or "", description, proof)
 

@@ -12,7 +12,6 @@ import numpy as np
 from jdist._src.training.history import History
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.values.arrays import read_replicated
-from jdist._src.values.server_array import read_servers
 
 
 class NonFiniteStep(NamedTuple):
@@ -131,7 +130,7 @@ class Recorder:
         if not calls:
             return None
         with jax.transfer_guard_device_to_host("allow"):
-            arrays = read_replicated(read_servers([call.outcome for call in calls]))
+            arrays = read_replicated([call.outcome for call in calls])
             outcomes = np.concatenate([np.reshape(x, (-1, 3)) for x in arrays])  # [step, 3]
         # Each call begins where the one before it ends.
         first_step = calls[0].first_step

@@ -20,7 +20,7 @@ from jdist._src.training.state import params_of
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.arrays import copy_tree, device_put_copy, is_device_array
 from jdist._src.values.base import is_distributed
-from jdist._src.values.server_array import read_servers
+from jdist._src.values.remote_array import materialize
 from jdist._src.values.sync_on_read import SyncOnRead
 
 _FEW_BYTES = 1 << 20
@@ -29,7 +29,7 @@ _HINT = "Resume with the model that was saved, or without this callback."
 
 def copy_state(tree: PyTree) -> PyTree:
     """Returns `tree` with a copy of each array, with the same sharding."""
-    return copy_tree(read_servers(tree))
+    return copy_tree(materialize(tree))
 
 
 def param_digest(state: PyTree) -> list[Any] | None:
@@ -109,8 +109,8 @@ def summands(state: PyTree) -> dict[str, Any]:
     A checkpoint stores their total, which any number of replicas can share. A resume on the same number of replicas is
     bitwise equal only with the original summands.
     """
-    leaves = _sum_leaves(read_servers(state))
-    return _with_names(leaves, [leaf.value for leaf in leaves])
+    leaves = _sum_leaves(state)
+    return _with_names(leaves, materialize([leaf.value for leaf in leaves]))
 
 
 def with_summands(state: PyTree, saved: Mapping[str, Any] | Sequence[PyTree], strategy: Strategy) -> PyTree:

@@ -21,7 +21,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas, local_mesh_devices, replicated_sharding, spans_devices
 from jdist._src.values.reduce_op import ReduceOp
-from jdist._src.values.server_array import ServerArray
+from jdist._src.values.remote_array import RemoteArray, materialize
 
 T = TypeVar("T")
 Shape: TypeAlias = tuple[int, ...]
@@ -135,11 +135,11 @@ def host_leaves(tree: PyTree) -> list[Any]:
     leaves = jax.tree.leaves(tree)
     if _ARRAY_CLASSES.issuperset(map(type, leaves)):
         return []
-    _ARRAY_CLASSES.update(type(leaf) for leaf in leaves if is_device_array(leaf))
+    _ARRAY_CLASSES.update(type(leaf) for leaf in leaves if is_device_array(leaf) or isinstance(leaf, RemoteArray))
     return [leaf for leaf in leaves if type(leaf) not in _ARRAY_CLASSES]
 
 
-_ARRAY_CLASSES: set[type] = {ServerArray}  # and the classes of arrays on devices, which JAX does not export
+_ARRAY_CLASSES: set[type] = set()  # of arrays on devices, which JAX does not export, and on other machines
 
 
 def mesh_of(leaf: jax.Array) -> Mesh:
@@ -179,7 +179,7 @@ def to_numpy(x: jax.Array) -> np.ndarray:
 
 def read_replicated(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     """Returns the values of replicated arrays. One shard of each is read, in half the time of `jax.device_get`."""
-    shards = [x.addressable_data(0) for x in arrays]
+    shards = [x.addressable_data(0) for x in materialize(arrays)]
     if not all(device.platform == "cpu" for x in shards[:1] for device in x.devices()):
         for shard in shards:  # a copy from a GPU takes 0.3 ms, most of which is a wait: one wait for all of them
             shard.copy_to_host_async()
@@ -214,6 +214,7 @@ def call_donating(fn: Callable[..., T], donated: PyTree, *args: Any) -> T:
 
 def fully_replicated(x: jax.Array) -> jax.Array:
     """Returns `x` replicated in device memory; `x` itself if one replica spans the devices of its mesh."""
+    x = materialize(x)
     if not is_on_mesh(x) or spans_devices(mesh_of(x)):
         return x
     if x.is_fully_replicated and x.sharding.memory_kind != HOST_MEMORY:

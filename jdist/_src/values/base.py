@@ -30,7 +30,7 @@ from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.devices.mesh import spans_devices
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of
-from jdist._src.values.server_array import read_servers
+from jdist._src.values.remote_array import materialize
 
 
 @explains_attributes("values")
@@ -50,6 +50,11 @@ class DistributedValues(abc.ABC):
     _is_replicated: ClassVar[bool] = False  # whether every replica has the same value
     _is_stacked: ClassVar[bool] = False  # whether the leaves on the host are `[replica, ...]`
     tree: PyTree
+
+    @property
+    def _arrays(self) -> PyTree:
+        """The tree, with the values of arrays that are in another place."""
+        return materialize(self.tree)
 
     @classmethod
     def _partition_spec(cls, axes: tuple[str, ...]) -> PartitionSpec:
@@ -124,14 +129,12 @@ class DistributedValues(abc.ABC):
     def assign_add(self, value: PyTree) -> Self:
         """Returns a new value with the same placement, with `value` added. See `assign` for arguments and errors."""
         self._check_addition("assign_add", value)
-        return self._with_tree(jax.tree.map(jnp.add, read_servers(self.tree), self._assigned_tree("assign_add", value)))
+        return self._with_tree(jax.tree.map(jnp.add, self._arrays, self._assigned_tree("assign_add", value)))
 
     def assign_sub(self, value: PyTree) -> Self:
         """Returns a new value with the same placement, with `value` subtracted. See `assign` for arguments and errors."""
         self._check_addition("assign_sub", value)
-        return self._with_tree(
-            jax.tree.map(jnp.subtract, read_servers(self.tree), self._assigned_tree("assign_sub", value))
-        )
+        return self._with_tree(jax.tree.map(jnp.subtract, self._arrays, self._assigned_tree("assign_sub", value)))
 
     def _check_addition(self, method: str, value: PyTree) -> None:  # noqa: B027  # most subclasses accept every value
         """Raises ValueError if the meaning of `method` with `value` is ambiguous."""
@@ -141,7 +144,7 @@ class DistributedValues(abc.ABC):
         return dataclasses.replace(self, tree=tree)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
 
     def _assigned_tree(self, method: str, value: PyTree) -> PyTree:
-        leaves = named_leaves(f"`{method}`: value", read_servers(self.tree))
+        leaves = named_leaves(f"`{method}`: value", self._arrays)
         for name, leaf in leaves:
             if not is_on_mesh(leaf):
                 raise ValueError(

@@ -18,7 +18,6 @@ from jdist._src.values.arrays import (
     repeat_rows,
 )
 from jdist._src.values.base import DistributedValues, cast_without_loss
-from jdist._src.values.server_array import read_servers
 
 
 @final
@@ -75,7 +74,7 @@ class Mirrored(DistributedValues):
     @property
     def values(self) -> tuple[PyTree, ...]:
         """One tree per replica of this process, each on its own device."""
-        leaves, treedef = jax.tree.flatten(read_servers(self.tree))
+        leaves, treedef = jax.tree.flatten(self._arrays)
         if not leaves or not all(map(is_on_mesh, leaves)):
             return (treedef.unflatten(leaves),)
         shards = map(local_shards, map(fully_replicated, leaves))
@@ -83,7 +82,7 @@ class Mirrored(DistributedValues):
 
     def read(self) -> PyTree:
         """Returns the arrays, moved to device memory if they are stored in another memory."""
-        tree = read_servers(self.tree)
+        tree = self._arrays
         leaves, treedef = jax.tree.flatten(tree)
         on_devices = list(map(fully_replicated, leaves))
         is_unchanged = all(leaf is moved for leaf, moved in zip(leaves, on_devices, strict=True))
@@ -91,7 +90,7 @@ class Mirrored(DistributedValues):
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "Mirrored":
         """Returns `fn` of the tree, computed on every device."""
-        tree = jax.tree.map(fully_replicated, read_servers(self.tree))
+        tree = jax.tree.map(fully_replicated, self._arrays)
         leaves = jax.tree.leaves(tree)
         sharding = leaves[0].sharding if leaves and is_device_array(leaves[0]) else None
         return self._with_tree(jax.jit(fn, out_shardings=sharding)(tree))

@@ -21,7 +21,6 @@ from jdist._src.values.arrays import (
     repeat_rows,
 )
 from jdist._src.values.base import DistributedValues, cast_without_loss
-from jdist._src.values.server_array import read_servers
 from jdist._src.values.unread_rows import UnreadRows
 
 
@@ -79,7 +78,7 @@ class PerReplica(_ReadOnDemand, DistributedValues):
     @property
     def values(self) -> tuple[PyTree, ...]:
         """One tree per replica of this process, in the order of the replicas; leaves `[...]`, each on its own device."""
-        leaves, treedef = jax.tree.flatten(read_servers(self.tree))
+        leaves, treedef = jax.tree.flatten(self._arrays)
         rows = [local_rows(leaf, shapes) for leaf, shapes in zip(leaves, self._leaf_shapes(), strict=True)]
         return tuple(treedef.unflatten(row) for row in zip(*rows, strict=True))
 
@@ -90,7 +89,7 @@ class PerReplica(_ReadOnDemand, DistributedValues):
             ValueError: The replicas hold values of different shapes, which are not rows of one array.
         """
         if self.shapes is None:
-            return read_servers(self.tree)
+            return self._arrays
         raise ValueError(
             f"{one_line(self)} has different shapes on the replicas. Use `.values` or `.padded()`, or concatenate: "
             "`strategy.gather`."
@@ -124,7 +123,7 @@ class PerReplica(_ReadOnDemand, DistributedValues):
             >>> weights.tree.tolist()
             [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
         """
-        leaves, treedef = jax.tree.flatten(read_servers(self.tree))
+        leaves, treedef = jax.tree.flatten(self._arrays)
         shapes = [s or (leaf.shape[1:],) * leaf.shape[0] for leaf, s in zip(leaves, self._leaf_shapes(), strict=True)]
         rows = {tuple(shape[0] if shape else None for shape in leaf) for leaf in shapes}
         if len(rows) != 1 or None in next(iter(rows)) or any(len({s[1:] for s in leaf}) > 1 for leaf in shapes):
@@ -145,7 +144,7 @@ class PerReplica(_ReadOnDemand, DistributedValues):
 
     def _assign_source(self, wants_rows: bool) -> tuple[PyTree, bool]:
         """Returns the rows."""
-        return read_servers(self.tree), True
+        return self._arrays, True
 
     def _leaf_shapes(self) -> tuple[Shapes | None, ...]:
         """Returns for each leaf the shape on each replica; None if all rows have one shape."""

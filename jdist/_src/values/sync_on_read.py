@@ -14,7 +14,6 @@ from jdist._src.values.arrays import device_put_copy, mesh_of, repeat_rows, spli
 from jdist._src.values.base import DistributedValues, cast_without_loss, is_distributed
 from jdist._src.values.per_replica import PerReplica, assigned_rows, map_rows
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
-from jdist._src.values.server_array import read_servers
 
 
 @final
@@ -61,7 +60,7 @@ class SyncOnRead(DistributedValues):
     @property
     def values(self) -> tuple[PyTree, ...]:
         """One partial tree per replica of this process; leaves `[...]`, each on its own device."""
-        return PerReplica(read_servers(self.tree)).values
+        return PerReplica(self._arrays).values
 
     def read(self) -> PyTree:
         """Returns the aggregated partial values: leaves `[...]`, replicated.
@@ -75,7 +74,7 @@ class SyncOnRead(DistributedValues):
                 f"{one_line(self)} has no aggregation, so it cannot be read as one value. Read the value of each replica "
                 "(`.values`), or use SUM, MEAN or ONLY_FIRST_REPLICA."
             )
-        leaves, treedef = jax.tree.flatten(read_servers(self.tree))
+        leaves, treedef = jax.tree.flatten(self._arrays)
         return treedef.unflatten([aggregate_rows(self.aggregation, "value", leaf) for leaf in leaves])
 
     def _for_num_replicas(self, num_replicas: int) -> "SyncOnRead":
@@ -89,7 +88,7 @@ class SyncOnRead(DistributedValues):
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "SyncOnRead":
         """Returns `fn` of each replica's partial tree, in the same placement."""
-        return self._with_tree(map_rows(fn, read_servers(self.tree)))
+        return self._with_tree(map_rows(fn, self._arrays))
 
     def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, is_per_replica: bool) -> jax.Array:
         """Returns one row per replica, whose aggregate is `value` if that is one value for all replicas.
@@ -106,7 +105,7 @@ class SyncOnRead(DistributedValues):
 
     def _assign_source(self, wants_rows: bool) -> tuple[PyTree, bool]:
         """Returns the partial values for a value that stores one row per replica, else the aggregate."""
-        return (read_servers(self.tree), True) if wants_rows else (self.read(), False)
+        return (self._arrays, True) if wants_rows else (self.read(), False)
 
     def _check_addition(self, method: str, value: PyTree) -> None:
         """Raises ValueError if the aggregation is SUM, and `value` is one value for all replicas."""
