@@ -24,7 +24,7 @@ class _FunctionError(Exception):
 
 
 def _closure(name="fn", worker=None):
-    return Closure(print, (), {}, name, worker=worker)
+    return Closure(print, name, worker)
 
 
 def _queue(*names, capacity=100):
@@ -51,7 +51,7 @@ def test_ps11_wait_returns_when_no_function_runs():
     assert ends(thread)
     assert results == [None]
     assert queue.is_done()
-    assert closure.outcome.value() == 7
+    assert closure.future.result() == 7
     queue.wait()
 
 
@@ -66,33 +66,6 @@ def test_ps11_function_of_a_lost_worker_is_put_back_as_the_next_one():
     assert (first.attempts, second.attempts) == (2, 1)
 
 
-def test_ps11_error_is_raised_once_and_then_the_queue_is_clean():
-    queue, (failing, waiting) = _queue("failing", "waiting")
-    queue.fail(queue.get(0), _FunctionError("first"))
-    with pytest.raises(_FunctionError, match="first"):
-        queue.wait()
-    queue.wait()
-    assert queue.is_done()
-    with pytest.raises(_FunctionError):
-        failing.outcome.value()
-    with pytest.raises(
-        CancelledError, match=r"^`waiting` was cancelled, because `failing` failed before it ran\. Schedule"
-    ):
-        waiting.outcome.value()
-    queue.put(after := _closure())
-    queue.finish(queue.get(0), 1)
-    assert after.outcome.value() == 1
-
-
-@pytest.mark.parametrize("call", [lambda queue: queue.put(_closure()), ClosureQueue.wait, ClosureQueue.is_done])
-def test_every_call_of_the_coordinator_raises_the_error(call):
-    queue, _ = _queue("a")
-    queue.fail(queue.get(0), _FunctionError())
-    with pytest.raises(_FunctionError):
-        call(queue)
-    assert queue.is_done()
-
-
 def test_later_errors_of_functions_scheduled_before_the_first_error_are_not_raised():
     queue, (a, b) = _queue("a", "b")
     queue.get(0), queue.get(1)
@@ -103,9 +76,9 @@ def test_later_errors_of_functions_scheduled_before_the_first_error_are_not_rais
     queue.fail(b, _FunctionError("second"))
     queue.finish(queue.get(0), None)
     queue.wait()
-    assert c.outcome.value() is None
+    assert c.future.result() is None
     with pytest.raises(_FunctionError, match="second"):
-        b.outcome.value()
+        b.future.result()
 
 
 def test_wait_raises_after_the_running_functions_have_ended():
@@ -117,19 +90,6 @@ def test_wait_raises_after_the_running_functions_have_ended():
     queue.finish(b, None)
     assert ends(thread)
     assert isinstance(results[0], _FunctionError)
-
-
-def test_ft4_function_of_a_lost_worker_is_cancelled_if_another_one_has_failed():
-    queue, (user_error, long_running) = _queue("user_error", "long_running")
-    queue.get(0), queue.get(1)
-    queue.fail(user_error, _FunctionError())
-    queue.requeue(long_running, WorkerLostError())
-    with pytest.raises(_FunctionError):
-        queue.wait()
-    with pytest.raises(
-        CancelledError, match=r"^`long_running` was cancelled, because its worker was lost, and another"
-    ):
-        long_running.outcome.value()
 
 
 def test_function_that_loses_every_worker_fails():
@@ -156,7 +116,7 @@ def test_ps11_function_of_one_worker_is_returned_to_it_only_and_is_not_counted()
     queue.fail(tagged, _FunctionError())
     queue.wait()
     with pytest.raises(_FunctionError):
-        tagged.outcome.value()
+        tagged.future.result()
 
 
 def test_ps11_function_of_one_worker_wakes_it():
@@ -189,19 +149,6 @@ def test_put_that_waits_for_space_raises_the_error():
     assert queue.is_done()
 
 
-def test_threads_end_after_release_when_no_function_waits():
-    queue, (closure,) = _queue("a")
-    assert queue.attach_workers(2) == [0, 1]
-    assert queue.attach_workers(2) == []
-    queue.release_workers()
-    assert queue.get(0) is closure
-    assert queue.get(1) is None
-    assert queue.attach_workers(2) == [1]  # a new coordinator of the strategy
-    queue.finish(closure, None)
-    queue.release_workers()
-    assert (queue.get(0), queue.get(1)) == (None, None)
-
-
 def test_error_that_is_not_raised_is_logged_when_the_threads_end(caplog):
     queue, _ = _queue("a")
     queue.attach_workers(1)
@@ -221,28 +168,13 @@ def test_close_cancels_the_functions_that_wait():
     queue.close()
     for closure in (waiting, tagged):
         with pytest.raises(CancelledError, match="because the interpreter exits"):
-            closure.outcome.value()
+            closure.future.result()
     assert queue.get(0) is None
     queue.finish(running, 1)
-    assert running.outcome.value() == 1
+    assert running.future.result() == 1
     for worker in (None, 0):
         with pytest.raises(RuntimeError, match="cannot be scheduled while the interpreter exits"):
             queue.put(_closure(worker=worker))
-
-
-def test_raised_errors_do_not_accumulate_frames():
-    queue, (closure,) = _queue("a")
-    try:
-        raise _FunctionError
-    except _FunctionError as error:
-        queue.get(0)
-        queue.fail(closure, error)
-    lengths = []
-    for _ in range(3):
-        with pytest.raises(_FunctionError) as raised:
-            closure.outcome.value()
-        lengths.append(len(raised.traceback))
-    assert len(set(lengths)) == 1
 
 
 @few
@@ -279,8 +211,8 @@ def test_every_function_is_run_or_cancelled_and_one_error_is_raised(kinds, num_w
     assert all(ends(thread) for thread, _ in threads)
     assert [results for _, results in threads] == [[None]] * num_workers
     queue.wait()
-    assert all(closure.outcome.is_done for closure in closures)
-    failed = sum(closure.outcome.has_failed and closure.name == "fail" for closure in closures)
+    assert all(closure.future.done() for closure in closures)
+    failed = sum(closure.future.exception() is not None and closure.name == "fail" for closure in closures)
     assert (errors == 0) == (failed == 0)
     if "fail" not in kinds:
-        assert [closure.outcome.value() for closure in closures] == kinds
+        assert [closure.future.result() for closure in closures] == kinds

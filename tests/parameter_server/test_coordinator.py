@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import pytest
 
 import jdist
 from jdist._src.core import exit_work
-from jdist._src.parameter_server.closure_queue import Outcome, RaisedError, WorkerLostError
+from jdist._src.parameter_server.closure_queue import WorkerLostError
 from jdist.coordinator import (
     CancelledError,
     ClusterCoordinator,
@@ -247,10 +248,10 @@ def test_arrays_are_computed_when_the_function_has_run(coordinator, caplog):
 
 
 def test_coordinator_knows_what_was_fetched(coordinator, monkeypatch):
-    for name in ("set_value", "set_error"):
-        set_outcome = getattr(Outcome, name)
+    for name in ("set_result", "set_exception"):
+        set_outcome = getattr(Future, name)
         pauses = lambda *args, set_outcome=set_outcome: (set_outcome(*args), time.sleep(0.2))
-        monkeypatch.setattr(Outcome, name, pauses)
+        monkeypatch.setattr(Future, name, pauses)
     coordinator.schedule(int).fetch()
     assert coordinator.done()
     with pytest.raises(_FunctionError):
@@ -260,12 +261,12 @@ def test_coordinator_knows_what_was_fetched(coordinator, monkeypatch):
 
 
 def test_error_that_was_fetched_is_not_printed_at_exit(coordinator, monkeypatch):
-    set_error = Outcome.set_error
-    monkeypatch.setattr(Outcome, "set_error", lambda *args: (set_error(*args), time.sleep(0.2)))
+    set_error = Future.set_exception
+    monkeypatch.setattr(Future, "set_exception", lambda *args: (set_error(*args), time.sleep(0.2)))
     with pytest.raises(_FunctionError):
         coordinator.schedule(_failing).fetch()
     until(lambda: "0 waiting, 0 running" in repr(coordinator))
-    assert not any(isinstance(key, RaisedError) for key in exit_work._work)
+    assert not any(isinstance(key, Future) for key in exit_work._work)
     with pytest.raises(_FunctionError):
         coordinator.join()
 

@@ -5,6 +5,6 @@ servers run. Read `strategy` first, then `engine`, which decides when a worker s
 
 `partitioners` determines the number of shards of a leaf, and the rows of each shard.
 
-`coordinator` schedules functions on the workers: `closure_queue` holds them, `worker_threads` runs them, `remote_value` is
-their result. `per_worker` has values with one instance per worker, and `worker_index` the index of the current worker.
+`coordinator` schedules functions on the workers: `closure_queue` holds and runs them, `remote_value` is their result.
+`per_worker` has values with one instance per worker, and `worker_index` the index of the current worker.
 """

@@ -1,22 +1,23 @@
-"""The bounded queue of scheduled functions. It records their first error, and returns functions of lost workers again."""
+"""The bounded queue of scheduled functions, and the threads that run them.
+
+The queue records the first error of the functions, and returns functions of lost workers again.
+"""
 
 import collections
-import contextvars
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from jdist._src.core import exit_work
-from jdist._src.core.background_threads import STOP_SECONDS
-from jdist._src.parameter_server.worker_index import in_scheduled_function
+from jdist._src.core.background_threads import STOP_SECONDS, start_thread
+from jdist._src.parameter_server.worker_index import Worker, in_scheduled_function
 
 CAPACITY = 256 * 1024  # functions that wait for a worker, as in TensorFlow
 MAX_ATTEMPTS = 10  # workers that a function may lose
-_POLL_SECONDS = (
-    0.5  # interval in which a waiting call reacts to Ctrl-C, and an idle worker to the end of its coordinator
-)
+_POLL_SECONDS = 0.5  # interval in which an idle worker notices the end of its coordinator
 _log = logging.getLogger("jdist")
 
 
@@ -31,94 +32,23 @@ class WorkerLostError(RuntimeError):
     """A worker was lost. The function, or the call of a step, that it ran had no effect, and can run on another worker."""
 
 
-class Outcome:
-    """The result or the error of a scheduled function. Mutable: it is set once, by the worker or by the queue."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._value: Any = None
-        self._error: RaisedError | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the result or the error is set."""
-        return self._done.is_set()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the error is set."""
-        return self._error is not None
-
-    def set_value(self, value: Any) -> None:
-        """Sets the result."""
-        self._value = value
-        self._done.set()
-
-    def set_error(self, error: "RaisedError") -> None:
-        """Sets the error."""
-        self._error = error
-        self._done.set()
-
-    def value(self) -> Any:
-        """Waits for the function, and returns its result or raises its error."""
-        if not self.is_done:
-            check_outside_scheduled_function("wait for the result of another one")
-        while not self._done.wait(_POLL_SECONDS):
-            pass
-        if self._error is not None:
-            self._error.raise_again()
-        return self._value
-
-
-class RaisedError:
-    """An exception with the traceback that it had: each `raise` would extend it, in all places that hold the exception.
-
-    An error that is never raised again is printed at exit.
-    """
-
-    def __init__(self, error: BaseException):
-        self._error, self._traceback = error, error.__traceback__
-
-    def report_at_exit(self) -> None:
-        """Lets the program end with this error unless it is raised before."""
-        exit_work.add(self, self.raise_again, "an error was printed")
-
-    def __str__(self) -> str:
-        return f"{type(self._error).__name__}: {self._error}"
-
-    def raise_again(self) -> None:
-        """Raises the exception with its first traceback."""
-        exit_work.remove(self)
-        raise self._error.with_traceback(self._traceback)
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class Closure:
     """A scheduled function with its arguments. Mutable: the queue numbers it, and counts its attempts.
 
     Attributes:
-        fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        run: Runs the function on a worker.
         name: Its name, for messages.
-        outcome: Its result or error.
-        context: The context variables of the call that scheduled it.
-        enable_x64: JAX's setting in the thread that scheduled it.
-        has_worker_values: Whether the arguments contain per-worker values.
         worker: The index of the only worker that may run it; None for any.
+        future: Its result or error.
         round: The number of failures in the queue before it was scheduled.
         attempts: The number of workers that ran it.
     """
 
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    run: Callable[[Worker], Any]
     name: str
-    outcome: Outcome = dataclasses.field(default_factory=Outcome)
-    context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
-    enable_x64: bool = False
-    has_worker_values: bool = False
     worker: int | None = None
+    future: Future[Any] = dataclasses.field(default_factory=Future)
     round: int = 0
     attempts: int = 0
 
@@ -142,7 +72,7 @@ class ClosureQueue:
         self._waiting_of_worker: dict[int, collections.deque[Closure]] = collections.defaultdict(collections.deque)
         self._num_running = 0
         self._round = 0
-        self._error: RaisedError | None = None
+        self._failed: Future[Any] | None = None  # the first failed function, until its error is raised
         self._workers: set[int] = set()  # with a thread
         self._is_closed = self._is_released = False
 
@@ -160,8 +90,7 @@ class ClosureQueue:
         """
         with self._lock:
             if closure.worker is None:
-                while not self._error and not self._is_closed and len(self._waiting) >= self._capacity:
-                    self._has_space.wait(_POLL_SECONDS)
+                self._has_space.wait_for(lambda: self._failed or self._is_closed or len(self._waiting) < self._capacity)
                 self._raise_error()
             if self._is_closed:
                 raise RuntimeError(
@@ -177,8 +106,7 @@ class ClosureQueue:
             BaseException: The first error of the functions, if it has not been raised.
         """
         with self._lock:
-            while self._waiting or self._num_running:
-                self._is_idle.wait(_POLL_SECONDS)
+            self._is_idle.wait_for(lambda: not self._waiting and not self._num_running)
             self._raise_error()
 
     def is_done(self) -> bool:
@@ -242,36 +170,38 @@ class ClosureQueue:
                             self._has_space.notify()
                         return closure
                 # An error references frames of the program. Without threads, the garbage collector can free all of them.
-                if self._is_closed or self._is_released or self._error is not None:
-                    self._workers.discard(worker)
-                    if not self._workers:
-                        exit_work.remove(self)
-                    is_lost = self._is_released and self._error is not None and not self._workers
+                if self._is_closed or self._is_released or self._failed is not None:
                     break
                 self._has_work.wait(_POLL_SECONDS)
-        if is_lost:
-            _log.warning("A scheduled function failed, and `join` was not called after it: %s", self._error)
-        return None
+            self._workers.discard(worker)
+            if not self._workers:
+                exit_work.remove(self)
+                if self._is_released and self._failed is not None:
+                    error = self._failed.exception()
+                    text = f"{type(error).__name__}: {error}"
+                    _log.warning("A scheduled function failed, and `join` was not called after it: %s", text)
+            return None
 
     def finish(self, closure: Closure, value: Any) -> None:
         """Sets the result of a function that `get` returned."""
         with self._lock:  # a caller that fetches the result finds the function counted as ended
-            closure.outcome.set_value(value)
+            closure.future.set_result(value)
             self._end(closure)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """Sets the error of a function that `get` returned. The first error cancels all functions that wait."""
-        raised = RaisedError(error)
         with self._lock:
             if closure.worker is None and closure.round == self._round:
-                self._error = raised
-                raised.report_at_exit()
+                self._failed = closure.future
+                exit_work.add(closure.future, closure.future.result, "an error was printed")
                 self._round += 1
                 cancelled = list(self._waiting)
                 self._waiting.clear()
                 self._has_space.notify_all()
                 _cancel(cancelled, f"`{closure.name}` failed before it ran")
-            closure.outcome.set_error(raised)  # at the end: a caller that fetches the error removes the report at exit
+            closure.future.set_exception(
+                error
+            )  # at the end: a caller that fetches the error removes the report at exit
             self._end(closure)
 
     def requeue(self, closure: Closure, error: WorkerLostError) -> None:
@@ -307,9 +237,23 @@ class ClosureQueue:
                 self._is_idle.notify_all()
 
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            error.raise_again()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            result_of(failed)
+
+
+def result_of(future: Future[Any]) -> Any:
+    """Waits for a scheduled function, and returns its result or raises its error, which is then not printed at exit.
+
+    Raises:
+        BaseException: The error of the function.
+        RuntimeError: The call is in a scheduled function, and the result is not available yet.
+    """
+    if not future.done():
+        check_outside_scheduled_function("wait for the result of another one")
+    future.exception()
+    exit_work.remove(future)
+    return future.result()
 
 
 def check_outside_scheduled_function(action: str) -> None:
@@ -328,4 +272,41 @@ def check_outside_scheduled_function(action: str) -> None:
 def _cancel(closures: Sequence[Closure], reason: str) -> None:
     for closure in closures:
         message = f"`{closure.name}` was cancelled, because {reason}. Schedule it again."
-        closure.outcome.set_error(RaisedError(CancelledError(message)))
+        closure.future.set_exception(CancelledError(message))
+
+
+def start_workers(queue: ClosureQueue, names: Sequence[str]) -> None:
+    """Starts the threads that do not run yet, one per worker.
+
+    The threads reference the queue, not its coordinator. They end when the coordinator is deleted and the queue is empty.
+
+    Args:
+        queue: The queue.
+        names: The device or the process of each worker, for messages.
+    """
+    for index in queue.attach_workers(len(names)):
+        start_thread(_run_worker, (queue, index, names[index]), name=f"jdist worker {index}", stop=queue.close)
+
+
+def _run_worker(queue: ClosureQueue, index: int, name: str) -> None:
+    worker = Worker(index)
+    while (closure := queue.get(index)) is not None:
+        worker = _run(queue, closure, worker, name)
+        del closure  # an idle worker holds neither a function nor its arguments
+
+
+def _run(queue: ClosureQueue, closure: Closure, worker: Worker, name: str) -> Worker:
+    """Runs a function, reports its outcome, and returns the worker of the next one."""
+    try:
+        value = closure.run(worker)
+    except WorkerLostError as error:
+        queue.requeue(closure, error)
+        return Worker(worker.index, worker.incarnation + 1)
+    except BaseException as error:  # also SystemExit, which `join` raises where it ends the program
+        note = f"Raised by the scheduled function `{closure.name}` on worker {worker.index} ({name})."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        queue.fail(closure, error)
+    else:
+        queue.finish(closure, value)
+    return worker

@@ -1,27 +1,35 @@
 """`ClusterCoordinator`: schedules functions on the workers of a `ParameterServerStrategy`."""
 
+import contextvars
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, final
 
 import jax
 
 from jdist._src.core.arguments import check_callable, function_name, keyword_arguments
 from jdist._src.core.tree import PyTree, describe_type, named_leaves
-from jdist._src.parameter_server.closure_queue import Closure, ClosureQueue, check_outside_scheduled_function
+from jdist._src.parameter_server.closure_queue import (
+    Closure,
+    ClosureQueue,
+    check_outside_scheduled_function,
+    start_workers,
+)
 from jdist._src.parameter_server.per_worker import (
     PerWorkerDataset,
     PerWorkerValues,
     WorkerCells,
     num_values,
+    on_worker,
     per_worker_values,
     worker_values,
 )
 from jdist._src.parameter_server.remote_value import RemoteValue, fetch_tree
 from jdist._src.parameter_server.strategy import ParameterServerStrategy
-from jdist._src.parameter_server.worker_calls import FunctionRunner, LocalRunner, RayRunner
-from jdist._src.parameter_server.worker_threads import start_workers
+from jdist._src.parameter_server.worker_index import Worker, call_function, running_on
 
 _lock = threading.Lock()
 
@@ -123,9 +131,8 @@ class ClusterCoordinator:
             )
         arguments = tuple(args), keyword_arguments("schedule", kwargs)
         self._check_arguments(*arguments)
-        closure = self._closure(fn, *arguments, name=function_name(fn))
-        self._put(closure)
-        return RemoteValue(closure.outcome, closure.name)
+        name = function_name(fn)
+        return RemoteValue(self._schedule(fn, *arguments, name), name)
 
     def join(self) -> None:
         """Waits until all scheduled functions have run.
@@ -211,34 +218,29 @@ class ClusterCoordinator:
         cluster = self._strategy._cluster
         cells = WorkerCells(make, self._strategy.num_workers, None if cluster is None else cluster.read_cell)
         values = per_worker_values(cells)
-        closures = [self._closure(_discard, (values,), {}, name=name, worker=i) for i in range(len(cells))]
-        for closure in closures:
-            self._put(closure)
-        cells.outcomes = [closure.outcome for closure in closures]
+        cells.futures = [self._schedule(_discard, (values,), {}, name, worker=i) for i in range(len(cells))]
         return cells
 
-    def _closure(
+    def _schedule(
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         name: str,
         worker: int | None = None,
-    ) -> Closure:
-        return Closure(
-            fn,
-            args,
-            kwargs,
-            name,
-            enable_x64=jax.config.jax_enable_x64,  # pyright: ignore[reportAttributeAccessIssue]
-            has_worker_values=bool(worker_values((args, kwargs))),
-            worker=worker,
-        )
-
-    def _put(self, closure: Closure) -> None:
+    ) -> Future[Any]:
+        """Schedules a function, on one worker or any, and returns its future."""
+        strategy, call = self._strategy, (fn, args, kwargs, name, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+        if (cluster := strategy._cluster) is None:
+            run = functools.partial(contextvars.copy_context().run, _run_on_device, strategy.worker_devices, *call)
+            workers = list(map(str, strategy.worker_devices))
+        else:
+            run = functools.partial(cluster.call, *call)
+            workers = [f"Ray actor {index}" for index in range(strategy.num_workers)]
+        closure = Closure(run, name, worker)
         self._queue.put(closure)
-        start_workers(self._queue, _runners(self._strategy))
+        start_workers(self._queue, workers)
+        return closure.future
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError for an argument that a scheduled function cannot receive."""
@@ -262,10 +264,19 @@ class ClusterCoordinator:
                 )
 
 
-def _runners(strategy: ParameterServerStrategy) -> Sequence[FunctionRunner]:
-    if (cluster := strategy._cluster) is None:
-        return [LocalRunner(device) for device in strategy.worker_devices]
-    return [RayRunner(cluster, index) for index in range(strategy.num_workers)]
+def _run_on_device(
+    devices: Sequence[jax.Device],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    enable_x64: bool,
+    worker: Worker,
+) -> Any:
+    """Returns the result of a function, with the device of the worker as JAX's default device."""
+    with jax.default_device(devices[worker.index]), running_on(worker), jax.enable_x64(enable_x64):  # pyright: ignore
+        args, kwargs = on_worker((args, kwargs), worker.index, lambda cells: cells.get(worker))
+        return call_function(fn, args, kwargs, name)
 
 
 def _discard(value: Any) -> None:

@@ -1,6 +1,7 @@
 """Per-worker values, such as the iterators of a per-worker data set."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import jax
@@ -10,7 +11,7 @@ from jdist._src.core.arguments import function_name
 from jdist._src.core.tree import PyTree, describe_type
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.source_iterators import read_again
-from jdist._src.parameter_server.closure_queue import Outcome
+from jdist._src.parameter_server.closure_queue import result_of
 from jdist._src.parameter_server.worker_index import Worker, get_current_worker_index
 
 
@@ -30,7 +31,7 @@ class WorkerCells:
     ):
         self.make, self._read = make, read
         self._cells: list[tuple[int, Any] | None] = [None] * num_workers
-        self.outcomes: Sequence[Outcome] = ()  # of the functions that create the values ahead of their use
+        self.futures: Sequence[Future[Any]] = ()  # of the functions that create the values ahead of their use
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -45,8 +46,8 @@ class WorkerCells:
 
     def values(self) -> tuple[Any, ...]:
         """Returns the values of all workers, after waiting for their creation."""
-        for outcome in self.outcomes:
-            outcome.value()
+        for future in self.futures:
+            result_of(future)
         if self._read is not None:
             return tuple(self._read(self, i) for i in range(len(self)))
         return tuple(None if cell is None else cell[1] for cell in self._cells)
@@ -153,13 +154,15 @@ def num_values(leaf: PerWorkerValues | PerWorkerIterator) -> int:
 
 
 def on_worker(tree: PyTree, worker: int, read: Callable[[WorkerCells], Any]) -> PyTree:
-    """Returns `tree` with the values of a worker.
+    """Returns `tree` with the values of a worker; `tree` itself if it contains none.
 
     Args:
         tree: The tree.
         worker: The index of the worker.
         read: Returns its value in cells.
     """
+    if not worker_values(tree):
+        return tree
 
     def value(leaf: Any) -> Any:
         if not isinstance(leaf, (PerWorkerValues, PerWorkerIterator)):

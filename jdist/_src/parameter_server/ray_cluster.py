@@ -13,7 +13,7 @@ import jax
 
 from jdist._src.launch.ray_engine import connect_to_ray
 from jdist._src.parameter_server.closure_queue import WorkerLostError
-from jdist._src.parameter_server.per_worker import WorkerCells
+from jdist._src.parameter_server.per_worker import WorkerCells, on_worker
 from jdist._src.parameter_server.ray_actors import (
     ActorProcess,
     CellReference,
@@ -134,12 +134,12 @@ class RayCluster:
 
     def call(
         self,
-        worker: Worker,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         name: str,
         enable_x64: bool,
+        worker: Worker,
     ) -> Any:
         """Returns the result of a scheduled function on a worker. See `WorkerActor.call`.
 
@@ -149,6 +149,7 @@ class RayCluster:
             BaseException: The error of the function.
         """
         settings = {"jax_enable_x64": enable_x64}
+        args, kwargs = on_worker((args, kwargs), worker.index, self._cell_reference)
         try:
             result = self.workers[worker.index].call.remote(worker, fn, args, kwargs, name, settings)
         except (TypeError, pickle.PicklingError) as error:
@@ -168,7 +169,7 @@ class RayCluster:
             cause.add_note(f"In the process of the worker:\n{error}")
             raise cause from None
 
-    def cell_reference(self, cells: WorkerCells) -> CellReference:
+    def _cell_reference(self, cells: WorkerCells) -> CellReference:
         """Returns the placeholder of a per-worker value in the arguments of `call`."""
         with self._lock:
             if cells not in self._cells:
@@ -177,7 +178,7 @@ class RayCluster:
 
     def read_cell(self, cells: WorkerCells, worker: int) -> Any:
         """Returns the value of a worker, which it has created."""
-        return self._ray.get(self.workers[worker].cell.remote(self.cell_reference(cells).number))
+        return self._ray.get(self.workers[worker].cell.remote(self._cell_reference(cells).number))
 
     def replace_lost_workers(self) -> list[int]:
         """Replaces the workers that were lost, and returns their indices."""

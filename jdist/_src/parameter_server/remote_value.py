@@ -1,5 +1,6 @@
 """`RemoteValue`: the result of a scheduled function, and `fetch` for trees of them."""
 
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.tree import PyTree
-from jdist._src.parameter_server.closure_queue import Outcome
+from jdist._src.parameter_server.closure_queue import result_of
 
 
 class RemoteValue:
@@ -24,13 +25,13 @@ class RemoteValue:
         (array([0, 1, 2], dtype=int32), Array([0, 1, 2], dtype=int32), RemoteValue(arange, done))
     """
 
-    def __init__(self, outcome: Outcome, name: str):
-        self._outcome, self._name = outcome, name
+    def __init__(self, future: Future[Any], name: str):
+        self._future, self._name = future, name
 
     @property
     def is_done(self) -> bool:
         """Whether the function has returned, failed, or was cancelled."""
-        return self._outcome.is_done
+        return self._future.done()
 
     def get(self) -> PyTree:
         """Waits for the function, and returns its result. Arrays stay on the device of the worker.
@@ -40,7 +41,7 @@ class RemoteValue:
             CancelledError: The function was cancelled, because another one failed before.
             RuntimeError: The call is in a scheduled function, and the result is not available yet.
         """
-        return self._outcome.value()
+        return result_of(self._future)
 
     def fetch(self) -> PyTree:
         """Waits for the function, and returns its result with numpy arrays in place of JAX arrays.
@@ -62,7 +63,7 @@ class RemoteValue:
         return np.array(result, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        state = "failed" if self._outcome.has_failed else "done" if self.is_done else "not done"
+        state = "not done" if not self.is_done else "failed" if self._future.exception() else "done"
         return f"RemoteValue({self._name}, {state})"
 
 
