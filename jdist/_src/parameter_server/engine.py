@@ -12,6 +12,7 @@ import pathlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -52,20 +53,6 @@ class WorkerProgress(NamedTuple):
     pid: int = 0
 
 
-class _Outputs:
-    """The outputs of a call. Mutable: they are set once, or the error of the call is.
-
-    Attributes:
-        early: The outputs that the worker still computes, if it started in this process.
-        values: The outputs, once the worker has computed them.
-        error: The error of the call.
-    """
-
-    early: list[jax.Array] | None = None
-    values: Sequence[Any] | None = None
-    error: str | None = None
-
-
 class _Call(NamedTuple):
     """A call of a step that a worker runs.
 
@@ -76,7 +63,7 @@ class _Call(NamedTuple):
         name: The name of the step.
         inputs: The arguments of the call, which also keep the leaves of the state alive.
         work: The work of the worker.
-        outputs: The outputs, if they are known only when the work is done.
+        outputs: The outputs, which the worker may still compute, or the error of the call.
         attempts: The number of workers that ran the call.
     """
 
@@ -86,7 +73,7 @@ class _Call(NamedTuple):
     name: str
     inputs: StepInputs
     work: Any
-    outputs: _Outputs
+    outputs: Future[Sequence[Any]]
     attempts: int
 
 
@@ -122,7 +109,7 @@ class Engine:
         self._version = self._num_calls = self._next_server = 0
         self._counts: collections.Counter[int] = collections.Counter()
         self._progress = [WorkerProgress() for _ in range(executor.num_workers)]
-        self._delayed: dict[int, tuple[str, StepInputs, _Outputs]] = {}  # calls that a replay starts later
+        self._delayed: dict[int, tuple[str, StepInputs, Future[Sequence[Any]]]] = {}  # calls that a replay starts later
         self._num_updates = 0  # with those that were skipped
         self._last_storages: Sequence[LeafStorage] = ()  # of a recorded run, the state of the last update
         self._log, self._replay = open_log(record, executor.num_workers, num_threads)
@@ -186,36 +173,35 @@ class Engine:
             ValueError: The workers cannot run the step.
         """
         with self._lock:
-            call_inputs, outputs = StepInputs(parts, storages, inputs), _Outputs()
+            call_inputs, outputs = StepInputs(parts, storages, inputs), Future[Sequence[Any]]()
             self.executor.prepare(call_inputs)
             if self._replay is None:
-                number, worker = self._num_calls, self._next_worker()
-                early_outputs = self._start_on(worker, number, name, call_inputs, outputs, 1)
+                self._start_on(self._next_worker(), self._num_calls, name, call_inputs, outputs, 1)
             else:
-                early_outputs = self._start_recorded(self._replay, name, call_inputs, outputs)
+                self._start_recorded(self._replay, name, call_inputs, outputs)
             self._num_calls += 1
-        if early_outputs is not None:
-            return output_put(early_outputs)
+        if outputs.done():
+            return output_put(outputs.result())
         read = lambda index: output_put([self._output(outputs, index)])[0]
         return [OutputArray(spec, functools.partial(read, i)) for i, spec in enumerate(parts.output_shapes)]
 
     def _start_on(
-        self, worker: int, number: int, name: str, inputs: StepInputs, outputs: _Outputs, attempts: int
-    ) -> list[jax.Array] | None:
+        self, worker: int, number: int, name: str, inputs: StepInputs, outputs: Future[Sequence[Any]], attempts: int
+    ) -> None:
         if self._log:
-            self._log.write_start(number, worker, self._version, name)
+            self._log.write(start=number, worker=worker, version=self._version, step=name)
         if self._log is None and self._replay is None:
             finish_at_exit = functools.partial(_finish, weakref.ref(self))
             exit_work.add(self._exit_key, finish_at_exit, "calls of a step were in progress")
         try:
             work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
-            outputs.error = _failure(worker, number, name, error)
-            raise RuntimeError(outputs.error) from error
+            raise _fail(outputs, _failure(worker, number, name, error)) from error
+        if early_outputs is not None:
+            outputs.set_result(early_outputs)
         self._idle.remove(worker)
         self._in_progress.append(_Call(worker, self._version, number, name, inputs, work, outputs, attempts))
         self._progress[worker] = self._progress[worker]._replace(version=self._version)
-        return early_outputs
 
     def join(self) -> None:
         """Waits for all workers, and applies their results.
@@ -247,7 +233,7 @@ class Engine:
             if self._num_updates % UPDATES_PER_DIGEST:
                 self._compare_state()
             if self._log is not None:
-                self._log.write_end(self._num_updates)
+                self._log.write(end=self._num_updates)
             if self._replay is not None:
                 self._replay.write_verdict()
         if errors:
@@ -261,7 +247,8 @@ class Engine:
         while calls and (index := self.executor.wait_for_any([call.work for call in calls], timeout=0)) is not None:
             call = calls.pop(index)
             try:
-                if not self.executor.results(call.work).is_finite and self._non_finite == "stop":
+                _, is_finite = self.executor.results(call.work)
+                if not is_finite and self._non_finite == "stop":
                     exit_work.end_with_failure(_not_finite(call))
             except WorkerLostError:  # with the strategy
                 continue
@@ -272,7 +259,7 @@ class Engine:
         """Counts a call that was applied or skipped, and compares or records the state after some of them."""
         self._num_updates += 1
         if self._log is not None:
-            self._log.write_apply(call.number)
+            self._log.write(apply=call.number)
         if self._log is not None or self._replay is not None:
             self._last_storages = call.inputs.storages
             if not self._num_updates % UPDATES_PER_DIGEST:
@@ -281,19 +268,17 @@ class Engine:
     def _compare_state(self) -> None:
         read_leaves = lambda: map(self.executor.read, self._last_storages)
         if self._log is not None:
-            self._log.write_digest(self._num_updates, digest(read_leaves()))
+            self._log.write(digest=digest(read_leaves()), updates=self._num_updates)
         if self._replay is not None:
             self._replay.compare(self._num_updates, read_leaves)
 
-    def _output(self, outputs: _Outputs, index: int) -> Any:
+    def _output(self, outputs: Future[Sequence[Any]], index: int) -> Any:
         """Returns an output of a call, after waiting for the call."""
-        while outputs.values is None and outputs.error is None:
+        while not outputs.done():
             with self._lock:
                 if self._in_progress or self._delayed:
                     self._apply_next()
-        if outputs.values is None:
-            raise RuntimeError(outputs.error)
-        return outputs.values[index]
+        return outputs.result()[index]
 
     def _next_worker(self) -> int:
         """Returns the worker for the next call, after waiting until one may start."""
@@ -307,9 +292,7 @@ class Engine:
             self._apply_next()
         return self._idle[0]
 
-    def _start_recorded(
-        self, replay: Replay, name: str, inputs: StepInputs, outputs: _Outputs
-    ) -> list[jax.Array] | None:
+    def _start_recorded(self, replay: Replay, name: str, inputs: StepInputs, outputs: Future[Sequence[Any]]) -> None:
         """Starts a call if the recorded run started it before the next one. It did not if the worker was lost."""
         number = self._num_calls
         self._delayed[number] = name, inputs, outputs
@@ -320,7 +303,6 @@ class Engine:
         except RuntimeError:
             self._delayed.pop(number, None)
             raise
-        return outputs.early
 
     def _replay_events(self, replay: Replay) -> bool:
         """Applies and starts the calls of the program in the recorded order. Returns whether there was one."""
@@ -334,7 +316,7 @@ class Engine:
                 replay.check_start(event.call, name)
                 replay.advance()
                 del self._delayed[event.call]
-                outputs.early = self._start_on(event.worker, event.call, name, inputs, outputs, 1)
+                self._start_on(event.worker, event.call, name, inputs, outputs, 1)
             else:
                 break
             was_successful = True
@@ -359,15 +341,15 @@ class Engine:
         call = self._in_progress.pop(index)
         self._idle.append(call.worker)
         try:
-            results = self.executor.results(call.work)
+            outputs, is_finite = self.executor.results(call.work)
         except WorkerLostError as error:
             self._start_again(call, error)
             return
         except Exception as error:
-            call.outputs.error = _failure(call.worker, call.number, call.name, error)
-            raise RuntimeError(call.outputs.error) from error
-        call.outputs.values = results.outputs
-        if not results.is_finite:
+            raise _fail(call.outputs, _failure(call.worker, call.number, call.name, error)) from error
+        if not call.outputs.done():
+            call.outputs.set_result(outputs)
+        if not is_finite:
             self._skip(call)
             return
         age, progress = self._version - call.version, self._progress[call.worker]
@@ -381,11 +363,11 @@ class Engine:
         progress = self._progress[call.worker]
         self._progress[call.worker] = progress._replace(restarts=progress.restarts + 1)
         if self._log:
-            self._log.write_lost(call.number)
+            self._log.write(lost=call.number)
         _LOG.warning("Call %d of a step, `%s`, starts again. %s", call.number + 1, call.name, error)
         if call.attempts >= MAX_ATTEMPTS:
-            call.outputs.error = _failure(call.worker, call.number, call.name, error)
-            raise RuntimeError(f"{call.outputs.error} It was started {call.attempts} times.") from error
+            message = f"{_failure(call.worker, call.number, call.name, error)} It was started {call.attempts} times."
+            raise _fail(call.outputs, message) from error
         self._start_on(call.worker, call.number, call.name, call.inputs, call.outputs, call.attempts + 1)
 
     def _skip(self, call: _Call) -> None:
@@ -413,6 +395,13 @@ def _not_finite(call: _Call) -> str:
         f"Worker {call.worker} computed values that are not finite in call {call.number + 1} of a step, `{call.name}`. "
         "Its update was not applied."
     )
+
+
+def _fail(outputs: Future[Sequence[Any]], message: str) -> RuntimeError:
+    """Returns the error of a call; those who read its outputs receive an error with this message too."""
+    if not outputs.done():
+        outputs.set_exception(RuntimeError(message))
+    return RuntimeError(message)
 
 
 def _failure(worker: int, number: int, name: str, error: Exception) -> str:

@@ -27,7 +27,7 @@ def digest(leaves: Iterable[Any]) -> str:
     return state.hexdigest()
 
 
-class Event(NamedTuple):
+class WorkerEvent(NamedTuple):
     """An event of a recorded run.
 
     Attributes:
@@ -43,10 +43,10 @@ class Event(NamedTuple):
     step: str = ""
 
 
-def _as_event(event: Mapping[str, Any]) -> Event:
+def _as_event(event: Mapping[str, Any]) -> WorkerEvent:
     if "apply" in event:
-        return Event("apply", event["apply"])
-    return Event("start", event["start"], event["worker"], event["step"])
+        return WorkerEvent("apply", event["apply"])
+    return WorkerEvent("start", event["start"], event["worker"], event["step"])
 
 
 class EventLog:
@@ -69,29 +69,19 @@ class EventLog:
             "arguments": sys.orig_argv[1:],
             "folder": os.getcwd(),
         }
-        self._write(program)
+        self.write(**program)
 
-    def write_start(self, call: int, worker: int, version: int, step: str) -> None:
-        """Writes that a worker starts a call of a step, having read a version of the state."""
-        self._write({"start": call, "worker": worker, "version": version, "step": step})
+    def write(self, **event: Any) -> None:
+        """Writes an event.
 
-    def write_apply(self, call: int) -> None:
-        """Writes that the results of a call are applied."""
-        self._write({"apply": call})
-
-    def write_digest(self, num_updates: int, text: str) -> None:
-        """Writes the digest of the state after a number of updates."""
-        self._write({"digest": text, "updates": num_updates})
-
-    def write_end(self, num_updates: int) -> None:
-        """Writes that the program has ended. A log without this event is of a run that was killed, or is cut."""
-        self._write({"end": num_updates})
-
-    def write_lost(self, call: int) -> None:
-        """Writes that the worker of a call was lost. The call starts again."""
-        self._write({"lost": call})
-
-    def _write(self, event: dict[str, Any]) -> None:
+        Args:
+            **event: One of
+                `start=call, worker=..., version=..., step=...`: a worker starts a call, having read a version of the state;
+                `apply=call`: its results are applied;
+                `lost=call`: its worker was lost, and it starts again;
+                `digest=text, updates=number`: the digest of the state after a number of updates;
+                `end=number`: the program has ended after this number of updates. Without it, the run was killed.
+        """
         self._file.write(json.dumps(event) + "\n")
 
 
@@ -182,7 +172,7 @@ class Replay:
             pathlib.Path(os.environ[VERDICT_VARIABLE]).write_text(json.dumps(verdict))
 
     @property
-    def next_event(self) -> Event | None:
+    def next_event(self) -> WorkerEvent | None:
         """The next event; None at the end of the log."""
         return self._events[self._next] if self._next < len(self._events) else None
 

@@ -3,7 +3,7 @@
 The host program starts the part of a worker, which then runs on the device of the worker while the host program continues.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jdist._src.parameter_server.executor import StepInputs, StepResults
+from jdist._src.parameter_server.executor import Executor, StepInputs
 from jdist._src.parameter_server.storage import LeafStorage, Shard, joined, to_arrays
 
 
@@ -35,7 +35,7 @@ class _Work(NamedTuple):
         return [*(x for row in self.sent for x in row), *self.outputs][-1:]
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Workers and servers on the devices of this process.
 
     Mutable: it caches small numbers on the devices, and holds old parameters whose memory gradients reuse.
@@ -43,25 +43,26 @@ class LocalExecutor:
     Args:
         workers: The device of each worker.
         servers: The device of each server.
-        home: Where values that are read are placed.
+        host_sharding: The sharding of values that are read.
         tests_finite: Whether workers test the values that they send.
     """
 
     def __init__(
-        self, workers: Sequence[jax.Device], servers: Sequence[jax.Device], home: Sharding, *, tests_finite: bool
+        self,
+        workers: Sequence[jax.Device],
+        servers: Sequence[jax.Device],
+        host_sharding: Sharding,
+        *,
+        tests_finite: bool,
     ):
-        self.workers, self.servers, self._home, self._tests_finite = workers, servers, home, tests_finite
-        self.num_workers, self.num_servers = len(workers), len(servers)
+        super().__init__(len(workers), len(servers), host_sharding, tests_finite)
+        self.workers, self.servers = workers, servers
         self._numbers: dict[Any, jax.Array] = {}
         self._in_progress: set[int] = set()  # the works
         self._num_works = 0
         # New memory of some megabytes costs more than the computation: the system clears it page by page.
         self._reuses_memory = len({*workers, *servers}) == 1
         self._unused: list[tuple[frozenset[int], jax.Array]] = []  # with the works that may read them
-
-    def worker_pids(self) -> Sequence[int]:
-        """See `Executor.worker_pids`."""
-        return [0] * self.num_workers
 
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
         """See `Executor.store`."""
@@ -74,17 +75,14 @@ class LocalExecutor:
 
     def read(self, storage: LeafStorage) -> jax.Array:
         """See `Executor.read`."""
-        arrays = jax.device_put(storage.arrays, self._home, may_alias=False)
-        return jax.device_put(joined(arrays, storage.shards), self._home)
+        arrays = jax.device_put(storage.arrays, self._host_sharding, may_alias=False)
+        return jax.device_put(joined(arrays, storage.shards), self._host_sharding)
 
-    def prepare(self, call: StepInputs) -> None:
-        """See `Executor.prepare`."""
-
-    def start(self, worker: int, call: StepInputs, lead: int) -> tuple[_Work, list[jax.Array]]:
+    def start(self, worker: int, call: StepInputs, num_in_flight: int) -> tuple[_Work, list[jax.Array]]:
         """See `Executor.start`."""
         device, parts = self.workers[worker], call.parts
         arrays = [_on_device(call.storages[number].arrays, device) for number in parts.read_leaves]
-        number = self._number(np.int32(lead), device)
+        number = self._number(np.int32(num_in_flight), device)
         pulled = self._pull(call) if parts.tables else []
         reused = self._reused(parts.reused, device)
         sent, outputs = parts.worker(reused, arrays, pulled, _on_device(list(call.inputs), device), number)
@@ -98,11 +96,11 @@ class LocalExecutor:
         done = (i for i, work in enumerate(works) if all(x.is_ready() for x in work.last_results()))
         return next(done, None if timeout == 0 else 0)
 
-    def results(self, work: _Work) -> StepResults:
+    def results(self, work: _Work) -> tuple[list[Any], bool]:
         """See `Executor.results`."""
         self._in_progress.discard(work.number)
         jax.block_until_ready(work.last_results())
-        return StepResults(work.outputs, work.is_finite is None or bool(work.is_finite))
+        return work.outputs, work.is_finite is None or bool(work.is_finite)
 
     def apply(self, work: _Work, call: StepInputs, staleness: int) -> None:
         """See `Executor.apply`."""
@@ -121,9 +119,6 @@ class LocalExecutor:
     def flush(self) -> None:
         """See `Executor.flush`. An update on the devices of this process raises its error where its results are read."""
         self._unused.clear()
-
-    def add_snapshot(self, step: int, storages: Sequence[LeafStorage], read: Callable[[], Sequence[Any]]) -> None:
-        """See `Executor.add_snapshot`. Servers of this process end with it."""
 
     def _pull(self, call: StepInputs) -> list[Any]:
         """Returns the rows of tables that a worker needs. They are copied, because an update changes the tables in place."""

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jdist._src.parameter_server.closure_queue import WorkerLostError
-from jdist._src.parameter_server.executor import StepInputs, StepResults
+from jdist._src.parameter_server.executor import Executor, StepInputs
 from jdist._src.parameter_server.exported_parts import from_numbers, to_host, to_numbers
 from jdist._src.parameter_server.ray_actors import Update
 from jdist._src.parameter_server.ray_cluster import RayCluster
@@ -48,21 +48,21 @@ class _Work(NamedTuple):
     sent: Sequence[Any]
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """Workers and servers in processes of a Ray cluster.
 
     Mutable: it holds the updates that were not sent yet, and the history that restores a lost server.
 
     Args:
         cluster: Starts the actors.
-        home: Where values that are read are placed.
+        host_sharding: The sharding of values that are read.
         tests_finite: Whether workers test the values that they send.
         restores_servers: Whether a lost server is restored.
     """
 
-    def __init__(self, cluster: RayCluster, home: Sharding, *, tests_finite: bool, restores_servers: bool):
-        self._cluster, self._home, self._tests_finite = cluster, home, tests_finite
-        self.num_workers, self.num_servers = cluster.num_workers, cluster.num_servers
+    def __init__(self, cluster: RayCluster, host_sharding: Sharding, *, tests_finite: bool, restores_servers: bool):
+        super().__init__(cluster.num_workers, cluster.num_servers, host_sharding, tests_finite)
+        self._cluster = cluster
         self._history = UpdateHistory(self.num_servers) if restores_servers else None
         self._leaves: dict[int, weakref.ref[LeafStorage]] = {}
         self._removed: collections.deque[tuple[int, Sequence[Shard]]] = collections.deque()
@@ -100,15 +100,15 @@ class RayExecutor:
         """See `Executor.read`."""
         self._send_updates()
         arrays = self._get(lambda: self._read_objects(storage, num_read(storage.shards)))
-        values = [from_numbers(x, storage.dtype) for x in jax.device_put(arrays, self._home, may_alias=False)]
-        return jax.device_put(joined(values, storage.shards), self._home)
+        values = [from_numbers(x, storage.dtype) for x in jax.device_put(arrays, self._host_sharding, may_alias=False)]
+        return jax.device_put(joined(values, storage.shards), self._host_sharding)
 
     def prepare(self, call: StepInputs) -> None:
         """See `Executor.prepare`."""
         self._remove_leaves()
         self._binding(call)
 
-    def start(self, worker: int, call: StepInputs, lead: int) -> tuple[_Work, None]:
+    def start(self, worker: int, call: StepInputs, num_in_flight: int) -> tuple[_Work, None]:
         """See `Executor.start`."""
         binding = self._binding(call)
         inputs = [np.asarray(to_numbers(x), dtype) for x, dtype in zip(call.inputs, binding.input_dtypes, strict=True)]
@@ -116,7 +116,7 @@ class RayExecutor:
         messages = [self._exchange(server, binding, ids) for server in range(self.num_servers)]
         num_sent = binding.program.worker.num_sent
         run = self._cluster.workers[worker].run.options(num_returns=1 + sum(map(bool, num_sent)))
-        results = run.remote(binding.program.number, lead, inputs, *filter(None, messages))
+        results = run.remote(binding.program.number, num_in_flight, inputs, *filter(None, messages))
         outputs, *others = results if any(num_sent) else [results]
         rest = iter(others)
         sent = [next(rest) if count else None for count in num_sent]
@@ -126,7 +126,7 @@ class RayExecutor:
         """See `Executor.wait_for_any`."""
         return self._cluster.wait_for_any([work.outputs for work in works], timeout)
 
-    def results(self, work: _Work) -> StepResults:
+    def results(self, work: _Work) -> tuple[list[Any], bool]:
         """See `Executor.results`."""
         try:
             outputs, is_finite = self._cluster.get(work.outputs)
@@ -135,7 +135,7 @@ class RayExecutor:
                 raise
             raise WorkerLostError(self._recover()) from error
         dtypes = [shape.dtype for shape in work.output_shapes]
-        return StepResults([from_numbers(x, dtype) for x, dtype in zip(outputs, dtypes, strict=True)], is_finite)
+        return [from_numbers(x, dtype) for x, dtype in zip(outputs, dtypes, strict=True)], is_finite
 
     def apply(self, work: _Work, call: StepInputs, staleness: int) -> None:
         """See `Executor.apply`. The update is sent with the next call of its server."""

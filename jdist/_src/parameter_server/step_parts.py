@@ -332,7 +332,7 @@ def _worker(
         arrays: list[list[jax.Array]],
         pulled: list[PulledRows],
         inputs: list[jax.Array],
-        lead: jax.Array,
+        num_in_flight: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
         del reused
         env = _environment(step, read_leaves, arrays, shards, inputs)
@@ -343,7 +343,7 @@ def _worker(
         if step.tables:
             evaluator = RowEvaluator(step.tables, [one.looked_up for one in pulled])
             program = _traced(evaluator, program, operands, step.axis)
-        program = _traced(_KeyEvaluator(lead), program, operands, step.axis)
+        program = _traced(_KeyEvaluator(num_in_flight), program, operands, step.axis)
         env.update({table.var: one.looked_up.numbers for table, one in zip(step.tables, pulled, strict=True)})
         env.update(zip(part.outputs, eliminate_collectives(program, step.axis, operands), strict=True))
         sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in keys]
@@ -378,14 +378,14 @@ def _traced(evaluator: Evaluator, program: Any, operands: Sequence[Any], axis: s
 class _KeyEvaluator(Evaluator):
     """Replaces the index of the replica in `jdist.replica_key` by the number of steps in progress."""
 
-    def __init__(self, lead: Any):
-        self._lead = lead
+    def __init__(self, num_in_flight: Any):
+        self._num_in_flight = num_in_flight
 
     def enters(self, equation: Equation) -> bool:
         return any(has_mark(inner, KEY_MARK) for inner, _ in nested_equations(equation))
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
-        return [self._lead] if has_mark(equation, KEY_MARK) else super().primitive(jaxpr, equation, operands)
+        return [self._num_in_flight] if has_mark(equation, KEY_MARK) else super().primitive(jaxpr, equation, operands)
 
 
 def _server_update(

@@ -108,16 +108,16 @@ class ParameterServerStrategy(Strategy):
         check_own_devices("`ParameterServerStrategy`", listed, "ParameterServerStrategy(workers=jax.local_devices())")
         devices = _worker_devices(workers, engine)
         replicas = Replicas.from_mesh(replica_mesh(devices[:1]))
-        home, tests_finite = replicas.replicated_sharding, non_finite != "keep"
+        host_sharding, tests_finite = replicas.replicated_sharding, non_finite != "keep"
         self._cluster: RayCluster | None = None
         if engine == "ray" and not is_replay(path):
             self._cluster = RayCluster(len(devices), num_servers, os.environ)
             restores = snapshots is not None
-            executor = RayExecutor(self._cluster, home, tests_finite=tests_finite, restores_servers=restores)
+            executor = RayExecutor(self._cluster, host_sharding, tests_finite=tests_finite, restores_servers=restores)
             num_threads = self._cluster.num_threads
         else:
             server_devices = _server_devices(num_servers, devices)
-            executor = LocalExecutor(devices, server_devices, home, tests_finite=tests_finite)
+            executor = LocalExecutor(devices, server_devices, host_sharding, tests_finite=tests_finite)
             num_threads = os.environ.get(THREADS_VARIABLE)
         self._partitioner, self._devices = variable_partitioner, tuple(devices)
         calls_per_worker = 2 if engine == "ray" else 1
