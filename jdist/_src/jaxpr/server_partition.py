@@ -99,18 +99,15 @@ def split_for_servers(
     numbers = tuple(number for number, var in enumerate(state) if var not in of_arrays)
     scalar_equations = [equation for equation in server_equations if of_arrays.isdisjoint(equation.outvars)]
     scalars = UpdateGroup(numbers, _update_part(program, [], scalar_equations, new_values, numbers), False)
-    overwritten = tuple(
-        number
-        for number, (var, atom) in enumerate(zip(state, new_values, strict=True))
-        if atom is not var and not _is_server_value(atom, defined, state)
-    )
+    on_server = {*defined, *state}
+    overwritten = tuple(n for n, atom in enumerate(new_values) if on_server.isdisjoint(variables([atom])))
     local = {*state, *constants}
     needed = [var for group in (*groups, scalars) for var in group.part.inputs]
     needed += variables(new_values[number] for number in overwritten)
     sent = [var for var in dict.fromkeys(needed) if var not in local]
     outputs = variables(program.outvars[len(state) :])
-    worker = _slice(program, list(dict.fromkeys([*sent, *outputs])))
-    dependent = tuple(number for number in overwritten if _depends(program, new_values[number], state[number]))
+    worker = part_for(program, list(dict.fromkeys([*sent, *outputs])), keeps_effects=True)
+    dependent = tuple(n for n in overwritten if state[n] in part_for(program, variables([new_values[n]])).inputs)
     return ServerPartition(worker, sent, groups, scalars, overwritten, dependent)
 
 
@@ -239,29 +236,15 @@ def _update_part(
     return jaxpr_part(program, [equation for equation in program.eqns if id(equation) in chosen], values)
 
 
-def _is_server_value(atom: Any, defined: set[Any], state: Sequence[Any]) -> bool:
-    """Whether a new value is computed by the servers, or is another leaf of the state."""
-    return any(var in defined or var in state for var in variables([atom]))
-
-
-def _slice(program: Jaxpr, results: Sequence[Any]) -> JaxprPart:
-    """Returns the equations that `results` need, and those with effects, as a part whose outputs are `results`."""
+def part_for(program: Jaxpr, results: Sequence[Any], *, keeps_effects: bool = False) -> JaxprPart:
+    """Returns the equations that `results` need, and maybe those with effects, as a part whose outputs are `results`."""
     needed, chosen = set(results), list[Equation]()
     for equation in reversed(program.eqns):
-        if equation.effects or not needed.isdisjoint(equation.outvars):
+        if (keeps_effects and equation.effects) or not needed.isdisjoint(equation.outvars):
             chosen.append(equation)
             needed.update(variables(equation.invars))
     inputs = [var for var in program.invars if var in needed]
     return JaxprPart(inputs, list(results), jax_compat.sub_jaxpr(program, chosen[::-1], inputs, results))
-
-
-def _depends(program: Jaxpr, atom: Any, source: Any) -> bool:
-    """Whether a variable of `program` depends on an input."""
-    dependent = {source}
-    for equation in program.eqns:
-        if not dependent.isdisjoint(variables(equation.invars)):
-            dependent.update(equation.outvars)
-    return not dependent.isdisjoint(variables([atom]))
 
 
 def has_mark(equation: Equation, mark: str) -> bool:

@@ -16,8 +16,8 @@ from jax import lax
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Evaluator
-from jdist._src.jaxpr.server_partition import LOOKUP_MARK, ServerPartition, UpdateGroup, has_mark
-from jdist._src.jaxpr.update_partition import JaxprPart, variables
+from jdist._src.jaxpr.server_partition import LOOKUP_MARK, ServerPartition, UpdateGroup, has_mark, part_for
+from jdist._src.jaxpr.update_partition import variables
 
 _KEEPS_ZERO = frozenset(
     [
@@ -205,17 +205,6 @@ class LookedUpRows(NamedTuple):
     ids: jax.Array
     numbers: jax.Array
     places: list[jax.Array]
-
-
-def part_for(program: Jaxpr, results: Sequence[Any]) -> JaxprPart:
-    """Returns the equations of `program` that `results` need."""
-    needed, chosen = set(results), list[Equation]()
-    for equation in reversed(program.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            chosen.append(equation)
-            needed.update(variables(equation.invars))
-    inputs = [var for var in program.invars if var in needed]
-    return JaxprPart(inputs, list(results), jax_compat.sub_jaxpr(program, chosen[::-1], inputs, results))
 
 
 def looked_up_rows(indices: Sequence[jax.Array], num_rows: int) -> LookedUpRows:

@@ -164,7 +164,7 @@ class ParameterServerBackend(ShardMapBackend):
         if not any(step.state_shapes[number].shape for number in group.leaves):
             return (Shard(0),)
         count = self._num_shards(names[first], shape) if group.is_elementwise else 1
-        return self.engine.place(count, shape.shape[0] if count > 1 else None)
+        return self.engine.next_shards(count, shape.shape[0] if count > 1 else None)
 
     def _stored(self, leaves: Sequence[Any], parts: StepParts) -> list[ServerArray]:
         """Returns the leaves of a state on the servers."""

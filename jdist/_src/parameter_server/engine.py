@@ -132,7 +132,7 @@ class Engine:
             pids = self.executor.worker_pids()
             return tuple(one._replace(pid=pid) for one, pid in zip(self._progress, pids, strict=True))
 
-    def place(self, num_shards: int, num_rows: int | None) -> tuple[Shard, ...]:
+    def next_shards(self, num_shards: int, num_rows: int | None) -> tuple[Shard, ...]:
         """Returns the shards of the next group of leaves: on the next server, or its rows on the next servers."""
         with self._lock:
             first, count = self._next_server, self.executor.num_servers

@@ -108,7 +108,7 @@ class LocalExecutor(Executor):
             if not server.changed:
                 continue
             device = self.servers[number]
-            stored = lambda keys: [call.storages[leaf].arrays[place] for leaf, place in keys]
+            stored = lambda keys: [call.storages[leaf].arrays[array_index] for leaf, array_index in keys]
             values = _on_device(work.sent[number], device)
             reused = [*stored(server.donated), *(values[i] for i in server.donated_values)]
             others = [*stored(server.kept), *(values[i] for i in server.kept_values)]
@@ -129,11 +129,11 @@ class LocalExecutor(Executor):
     def _replace_array(
         self, storages: Sequence[LeafStorage], key: tuple[int, int], array: jax.Array, *, is_donated: bool
     ) -> None:
-        leaf, place = key
+        leaf, array_index = key
         arrays = storages[leaf].arrays
         if self._reuses_memory and not is_donated:
-            self._unused.append((frozenset(self._in_progress), arrays[place]))
-        arrays[place] = array
+            self._unused.append((frozenset(self._in_progress), arrays[array_index]))
+        arrays[array_index] = array
 
     def _reused(self, shapes: Sequence[jax.ShapeDtypeStruct], device: jax.Device) -> list[jax.Array]:
         """Returns arrays whose memory a worker reuses: parameters that were replaced, and that no work reads any more."""

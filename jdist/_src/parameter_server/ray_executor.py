@@ -176,7 +176,7 @@ class RayExecutor(Executor):
 
     def _set(self, storage: LeafStorage, value: Any) -> None:
         number = next(self._numbers)
-        storage.arrays = [(number, place) for place in range(len(storage.shards))]
+        storage.arrays = [(number, array_index) for array_index in range(len(storage.shards))]
         objects = [self._cluster.put(to_host(rows_of(value, shard))) for shard in storage.shards]
         for shard, key, value_object in zip(storage.shards, storage.arrays, objects, strict=True):
             self._cluster.servers[shard.server].set.remote(key, value_object)
@@ -240,8 +240,8 @@ class RayExecutor(Executor):
         while self._removed:
             number, shards = self._removed.popleft()
             self._leaves.pop(number, None)
-            for place, shard in enumerate(shards):
-                keys[shard.server].append((number, place))
+            for array_index, shard in enumerate(shards):
+                keys[shard.server].append((number, array_index))
         self._send_updates()
         for server, keys_of_server in zip(self._cluster.servers, keys, strict=True):
             server.delete.remote(keys_of_server)

@@ -97,7 +97,7 @@ def bind(number: int, program: RayProgram, call: StepInputs) -> RayBinding:
         call: A call of the step.
     """
     parts = call.parts
-    keys_of = lambda places: [call.storages[leaf].arrays[place] for leaf, place in places]
+    keys_of = lambda places: [call.storages[leaf].arrays[array_index] for leaf, array_index in places]
     bindings = [
         ServerBinding(
             part=program.number,
@@ -121,8 +121,8 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _array_shape(storage: LeafStorage, place: int) -> jax.ShapeDtypeStruct:
-    shard = storage.shards[place]
+def _array_shape(storage: LeafStorage, array_index: int) -> jax.ShapeDtypeStruct:
+    shard = storage.shards[array_index]
     if shard.stop is None:
         return jax.ShapeDtypeStruct(storage.shape, storage.dtype)
     return jax.ShapeDtypeStruct((shard.stop - shard.start, *storage.shape[1:]), storage.dtype)
@@ -131,10 +131,10 @@ def _array_shape(storage: LeafStorage, place: int) -> jax.ShapeDtypeStruct:
 def _places_on(server: int, parts: StepParts, leaves: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the arrays of leaves that a worker reads from a server: numbers of leaves, and of their arrays."""
     return [
-        (leaf, place)
+        (leaf, array_index)
         for leaf in leaves
-        for place in range(num_read(parts.shards[leaf]))
-        if parts.shards[leaf][place].server == server
+        for array_index in range(num_read(parts.shards[leaf]))
+        if parts.shards[leaf][array_index].server == server
     ]
 
 
@@ -163,7 +163,7 @@ def _operand_order(parts: StepParts, num_inputs: int) -> list[int]:
         received += _places_on(server, parts, parts.read_leaves) + _places_on(server, parts, parts.tables)
     numbers = {item: number for number, item in enumerate(received)}
     leaves = (*parts.read_leaves, *parts.tables)
-    places = [(leaf, place) for leaf in leaves for place in range(num_read(parts.shards[leaf]))]
+    places = [(leaf, array_index) for leaf in leaves for array_index in range(num_read(parts.shards[leaf]))]
     return [numbers[item] for item in (*places, *range(num_inputs))]
 
 
@@ -197,10 +197,10 @@ def _server_part(
     def look_up(arrays: list[Any], inputs: list[Any]) -> list[Any]:
         looked_up = parts.look_up(inputs)
         ids = [looked_up[parts.tables.index(leaf)].ids for leaf, _ in tables]
-        starts = [parts.shards[leaf][place].start for leaf, place in tables]
+        starts = [parts.shards[leaf][array_index].start for leaf, array_index in tables]
         return list(map(rows_at, arrays, ids, starts))
 
-    shapes_of = lambda places: [_array_shape(storages[leaf], place) for leaf, place in places]
+    shapes_of = lambda places: [_array_shape(storages[leaf], array_index) for leaf, array_index in places]
     staleness = jax.ShapeDtypeStruct((), np.float32)
     needed = [inputs[i] for i in parts.looked_up_inputs]
     return ServerPart(
@@ -208,7 +208,7 @@ def _server_part(
         if update.changed
         else None,
         received=(start, start + len(sent[server])),
-        changed=[updated.index(place) for place in update.changed],
+        changed=[updated.index(array) for array in update.changed],
         look_up=export_part(look_up, (shapes_of(tables), needed), "cpu") if tables else None,
     )
 

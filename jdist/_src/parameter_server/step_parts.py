@@ -20,10 +20,11 @@ from jdist._src.jaxpr.server_partition import (
     ServerPartition,
     UpdateGroup,
     has_mark,
+    part_for,
     split_for_servers,
 )
 from jdist._src.jaxpr.single_replica import eliminate_collectives
-from jdist._src.jaxpr.table_rows import LookedUpRows, RowEvaluator, Table, find_tables, looked_up_rows, part_for
+from jdist._src.jaxpr.table_rows import LookedUpRows, RowEvaluator, Table, find_tables, looked_up_rows
 from jdist._src.parameter_server.storage import Shard, joined, rows_of
 from jdist._src.values.base import is_distributed
 
@@ -122,17 +123,17 @@ class ServerUpdate(NamedTuple):
     run: Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]
 
 
-class _Unit(NamedTuple):
+class UpdateOnServer(NamedTuple):
     """The update of a group on one server.
 
     Attributes:
         group: The group.
-        place: The number of the array of each of its leaves.
+        array_index: The index of the array of each of its leaves.
         shard: The rows.
     """
 
     group: UpdateGroup
-    place: int
+    array_index: int
     shard: Shard
 
 
@@ -197,16 +198,16 @@ def _check_local_values(partition: ServerPartition, is_varying: Sequence[bool], 
 def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_servers: int) -> StepParts:
     """Compiles the parts of a step for a placement of the state."""
     units = [_units_on(step, shards, server) for server in range(num_servers)]
-    keys = [list(dict.fromkeys(key for unit in row for key in _received(step, unit))) for row in units]
+    sent_values = [list(dict.fromkeys(value for unit in row for value in _received(step, unit))) for row in units]
     tables = [table.leaf for table in step.tables]
     inputs = set(step.partition.worker.inputs)
     read_leaves = [number for number, var in enumerate(step.state) if var in inputs and number not in tables]
     computed = {var for equation in step.partition.worker.program.eqns for var in equation.outvars}
-    counts = collections.Counter(key for row in keys for key in row)
-    own = {key for key, count in counts.items() if count == 1 and key[0] in computed}
+    num_receivers = collections.Counter(value for row in sent_values for value in row)
+    has_sole_receiver = {value for value, count in num_receivers.items() if count == 1 and value[0] in computed}
     servers = [
-        _server_update(step, row, received, read_leaves, [key in own for key in received])
-        for row, received in zip(units, keys, strict=True)
+        _server_update(step, row, received, read_leaves, [value in has_sole_receiver for value in received])
+        for row, received in zip(units, sent_values, strict=True)
     ]
     looked_up_inputs, look_up = _look_up(step)
     return StepParts(
@@ -215,22 +216,22 @@ def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_ser
         tables=tables,
         looked_up_inputs=looked_up_inputs,
         look_up=look_up,
-        pull=jax.jit(_pull(step, shards)),
+        pull=jax.jit(_pull(step, shards, looked_up_inputs, look_up)),
         # A value that is not used would be removed, and its memory not reused.
-        worker=jax.jit(_worker(step, read_leaves, shards, keys), donate_argnums=0, keep_unused=True),
-        reused=_reused_shapes(keys, servers),
+        worker=jax.jit(_worker(step, read_leaves, shards, sent_values), donate_argnums=0, keep_unused=True),
+        reused=_reused_shapes(sent_values, servers),
         servers=servers,
         output_shapes=step.output_shapes,
         output_tree=step.output_tree,
     )
 
 
-def _units_on(step: TracedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[_Unit]:
+def _units_on(step: TracedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[UpdateOnServer]:
     groups = [*step.partition.groups, *([step.partition.scalars] if step.partition.scalars.leaves else [])]
     return [
-        _Unit(group, place, shard)
+        UpdateOnServer(group, index, shard)
         for group in groups
-        for place, shard in enumerate(shards[group.leaves[0]])
+        for index, shard in enumerate(shards[group.leaves[0]])
         if shard.server == server and any(_is_changed(step, number) for number in group.leaves)
     ]
 
@@ -239,7 +240,7 @@ def _is_changed(step: TracedStep, number: int) -> bool:
     return step.program.outvars[number] is not step.state[number]
 
 
-def _received(step: TracedStep, unit: _Unit) -> list[tuple[Any, Shard | None]]:
+def _received(step: TracedStep, unit: UpdateOnServer) -> list[tuple[Any, Shard | None]]:
     """Returns the variables that the update of a group receives, each with its rows, or None for all of it."""
     new_values = [step.program.outvars[number] for number in unit.group.leaves]
     needed = dict.fromkeys([*unit.group.part.inputs, *update_partition.variables(new_values)])
@@ -250,7 +251,7 @@ def _received(step: TracedStep, unit: _Unit) -> list[tuple[Any, Shard | None]]:
     return keys if table is None else [*keys, (table.var, None)]  # None: the numbers of the looked-up rows
 
 
-def _table_of(step: TracedStep, unit: _Unit) -> Table | None:
+def _table_of(step: TracedStep, unit: UpdateOnServer) -> Table | None:
     return next((table for table in step.tables if table.leaf in unit.group.leaves), None)
 
 
@@ -272,10 +273,11 @@ def _look_up(step: TracedStep) -> tuple[list[int], Callable[[Sequence[Any]], lis
 
 
 def _pull(
-    step: TracedStep, shards: Sequence[tuple[Shard, ...]]
+    step: TracedStep,
+    shards: Sequence[tuple[Shard, ...]],
+    numbers: Sequence[int],
+    look_up: Callable[[Sequence[Any]], list[LookedUpRows]],
 ) -> Callable[[Sequence[Sequence[Any]], Sequence[Any]], list[PulledRows]]:
-    numbers, look_up = _look_up(step)
-
     def pull(tables: Sequence[Sequence[Any]], inputs: Sequence[Any]) -> list[PulledRows]:
         pulled: list[PulledRows] = []
         for table, arrays, looked_up in zip(step.tables, tables, look_up([inputs[i] for i in numbers]), strict=True):
@@ -303,26 +305,11 @@ def _local_numbers(x: jax.Array, numbers: jax.Array, start: Any) -> jax.Array:
     return jnp.where((local >= 0) & (local < len(x)), local, len(x))
 
 
-def _environment(
-    step: TracedStep,
-    read_leaves: Sequence[int],
-    arrays: Sequence[Sequence[jax.Array]],
-    shards: Sequence[tuple[Shard, ...]],
-    inputs: Sequence[jax.Array],
-) -> dict[Any, Any]:
-    """Returns the values of the constants, of the leaves that a worker reads, and of the inputs."""
-    env: dict[Any, Any] = dict(step.constants)
-    for number, values in zip(read_leaves, arrays, strict=True):
-        env[step.state[number]] = joined(values, shards[number])
-    env.update(zip(step.inputs, inputs, strict=True))
-    return env
-
-
 def _worker(
     step: TracedStep,
     read_leaves: Sequence[int],
     shards: Sequence[tuple[Shard, ...]],
-    keys: Sequence[Sequence[tuple[Any, Shard | None]]],
+    sent_values: Sequence[Sequence[tuple[Any, Shard | None]]],
 ) -> Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]:
     part = step.partition.worker
     outputs = step.program.outvars[len(step.state) :]
@@ -335,7 +322,9 @@ def _worker(
         num_in_flight: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
         del reused
-        env = _environment(step, read_leaves, arrays, shards, inputs)
+        env = {**step.constants, **dict(zip(step.inputs, inputs, strict=True))}
+        for number, values in zip(read_leaves, arrays, strict=True):
+            env[step.state[number]] = joined(values, shards[number])
         for table, (_, (first, *others)) in zip(step.tables, pulled, strict=True):
             env[table.var] = sum(others, first)
         operands = [env[var] for var in part.inputs]
@@ -346,7 +335,7 @@ def _worker(
         program = _traced(_KeyEvaluator(num_in_flight), program, operands, step.axis)
         env.update({table.var: one.looked_up.numbers for table, one in zip(step.tables, pulled, strict=True)})
         env.update(zip(part.outputs, eliminate_collectives(program, step.axis, operands), strict=True))
-        sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in keys]
+        sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in sent_values]
         values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outputs]
         shaped = [jnp.reshape(x, shape.shape) for x, shape in zip(values, step.output_shapes, strict=True)]
         return sent, shaped
@@ -355,11 +344,11 @@ def _worker(
 
 
 def _reused_shapes(
-    keys: Sequence[Sequence[tuple[Any, Shard | None]]], servers: Sequence[ServerUpdate]
+    sent_values: Sequence[Sequence[tuple[Any, Shard | None]]], servers: Sequence[ServerUpdate]
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of the sent values that become parameters; random keys are small."""
     shapes: list[jax.ShapeDtypeStruct] = []
-    for row, server in zip(keys, servers, strict=True):
+    for row, server in zip(sent_values, servers, strict=True):
         for var, rows in (row[i] for i in server.donated_values):
             shape = jax_compat.shape_of(var)
             if rows is not None and rows.stop is not None:
@@ -390,23 +379,26 @@ class _KeyEvaluator(Evaluator):
 
 def _server_update(
     step: TracedStep,
-    units: Sequence[_Unit],
+    units: Sequence[UpdateOnServer],
     received: Sequence[tuple[Any, Shard | None]],
     read_leaves: Sequence[int],
-    is_own: Sequence[bool],
+    has_sole_receiver: Sequence[bool],
 ) -> ServerUpdate:
-    """Returns the update of the arrays of `units`, on one server; `is_own`: which values no one else has."""
-    arrays = [(number, unit.place) for unit in units for number in unit.group.leaves]
+    """Returns the update of the arrays of `units` on one server.
+
+    `has_sole_receiver`: for each value of a worker, whether only this server receives it.
+    """
+    arrays = [(number, unit.array_index) for unit in units for number in unit.group.leaves]
     changed = [key for key in arrays if _is_changed(step, key[0])]
     scalars = [(number, unit.shard.server) for number in step.partition.scalars.leaves for unit in units[:1]]
     donated = [key for key in changed if key[0] not in read_leaves]
     kept = [key for key in dict.fromkeys([*arrays, *scalars]) if key not in donated]
-    wanted = collections.Counter(_shape_and_dtype(step.state[key[0]]) for key in changed if key[0] in read_leaves)
+    reusable = collections.Counter(_shape_and_dtype(step.state[key[0]]) for key in changed if key[0] in read_leaves)
     donated_values, kept_values = list[int](), list[int]()
     for index, (var, _) in enumerate(received):
         kind = _shape_and_dtype(var)
-        is_reused = is_own[index] and bool(kind[0]) and wanted[kind] > 0
-        wanted[kind] -= is_reused
+        is_reused = has_sole_receiver[index] and bool(kind[0]) and reusable[kind] > 0
+        reusable[kind] -= is_reused
         (donated_values if is_reused else kept_values).append(index)
 
     def update(reused: list[jax.Array], others: list[jax.Array], staleness: jax.Array) -> list[jax.Array]:
@@ -419,7 +411,7 @@ def _server_update(
             env.update({var: by_key[var, rows] for var, rows in _received(step, unit) if var not in step.state})
             for number in step.partition.scalars.leaves:
                 env[step.state[number]] = stored[number, unit.shard.server]
-            env.update({step.state[number]: stored[number, unit.place] for number in unit.group.leaves})
+            env.update({step.state[number]: stored[number, unit.array_index] for number in unit.group.leaves})
             table = _table_of(step, unit)
             rows = None if table is None else _local_numbers(env[table.var], by_key[table.var, None], unit.shard.start)
             new.update(_updated(step, unit, env, rows, staleness))
@@ -430,13 +422,13 @@ def _server_update(
 
 
 def _updated(
-    step: TracedStep, unit: _Unit, env: dict[Any, Any], rows: Any, staleness: jax.Array
+    step: TracedStep, unit: UpdateOnServer, env: dict[Any, Any], rows: Any, staleness: jax.Array
 ) -> dict[tuple[int, int], jax.Array]:
     """Returns the new arrays of a group.
 
     Args:
         step: The step.
-        unit: The group, and the place of its arrays.
+        unit: The group, and the index of its arrays.
         env: The values of the variables that the update uses.
         rows: The numbers of the rows to update, `[row]`; None for all.
         staleness: The staleness of the update.
@@ -457,7 +449,7 @@ def _updated(
         value = jnp.asarray(atom.val, old.dtype) if isinstance(atom, Literal) else env[atom]
         if rows is not None:
             value = old.at[rows].set(jnp.broadcast_to(value, (count, *old.shape[1:])), mode="drop")
-        new[number, unit.place] = jnp.reshape(value, old.shape)
+        new[number, unit.array_index] = jnp.reshape(value, old.shape)
     return new
 
 

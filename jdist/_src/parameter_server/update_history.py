@@ -99,9 +99,9 @@ class UpdateHistory:
         if self._snapshot is not None:
             saved = dict(zip(self._snapshot.leaves, self._snapshot.read(), strict=True))
         for number, leaf in self._leaves.items():
-            for place, (shard, key) in enumerate(zip(leaf.shards, leaf.keys, strict=True)):
+            for array_index, (shard, key) in enumerate(zip(leaf.shards, leaf.keys, strict=True)):
                 if shard.server == server:
-                    yield key, to_host(rows_of(saved[number], shard)) if number in saved else leaf.objects[place]
+                    yield key, to_host(rows_of(saved[number], shard)) if number in saved else leaf.objects[array_index]
 
     def updates(self, server: int) -> tuple[int, list[RequestedUpdate]]:
         """Returns the number of updates that the values contain, and the updates after them."""
