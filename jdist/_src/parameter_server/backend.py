@@ -3,11 +3,12 @@
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
+from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
@@ -24,25 +25,6 @@ from jdist._src.parameter_server.worker_index import in_scheduled_function
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.values.base import named_values
 from jdist._src.values.remote_array import materialize
-
-
-class Snapshots(Protocol):
-    """Saves states, as `jdist.Checkpointer` does."""
-
-    every: int
-
-    @property
-    def latest(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        ...
-
-    def save(self, step: int, state: PyTree) -> bool:
-        """Saves a state in the background."""
-        ...
-
-    def restore(self, strategy: Any, *, like: PyTree, step: int) -> Any:
-        """Restores a state."""
-        ...
 
 
 class ParameterServerBackend(ShardMapBackend):
@@ -62,7 +44,7 @@ class ParameterServerBackend(ShardMapBackend):
         replicas: Replicas,
         engine: Engine,
         num_shards: Callable[[str, Any], int],
-        snapshots: Snapshots | None = None,
+        snapshots: Checkpointer | None = None,
     ):
         super().__init__(replicas)
         self.engine, self._snapshots = engine, snapshots
@@ -116,7 +98,7 @@ class ParameterServerBackend(ShardMapBackend):
 
         return call
 
-    def _save_if_due(self, snapshots: Snapshots, state: PyTree, storages: Sequence[LeafStorage]) -> None:
+    def _save_if_due(self, snapshots: Checkpointer, state: PyTree, storages: Sequence[LeafStorage]) -> None:
         """Saves the state, after waiting for all calls, so that its step is the number of calls that it contains."""
         step = self._first_step + self.engine.num_calls
         if self.engine.num_calls == 0 or step % snapshots.every:

@@ -8,10 +8,11 @@ from typing import Any, Literal, final, get_args
 
 import jax
 
+from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import Replicas, replica_mesh
-from jdist._src.parameter_server.backend import ParameterServerBackend, Snapshots
+from jdist._src.parameter_server.backend import ParameterServerBackend
 from jdist._src.parameter_server.engine import Engine, NonFinite, WorkerProgress
 from jdist._src.parameter_server.event_log import THREADS_VARIABLE, is_replay
 from jdist._src.parameter_server.local_executor import LocalExecutor
@@ -97,7 +98,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Partitioner | Callable[[Any, Any], Any] | None = None,
         max_staleness: int | None = None,
         non_finite: NonFinite = "keep",
-        snapshots: Snapshots | None = None,
+        snapshots: Checkpointer | None = None,
         record: str | os.PathLike[str] | None = None,
     ):
         _check_choices(engine, non_finite, variable_partitioner, snapshots)
@@ -231,7 +232,7 @@ def _check_choices(engine: str, non_finite: str, variable_partitioner: Any, snap
             "`variable_partitioner` must be a function of a shape and a dtype, such as "
             f"`jdist.MinSizePartitioner(max_shards=4)`, got {one_line(variable_partitioner)}."
         )
-    if snapshots is not None and not all(hasattr(snapshots, name) for name in ("every", "latest", "save", "restore")):
+    if snapshots is not None and not isinstance(snapshots, Checkpointer):
         raise TypeError(f"`snapshots` must be a `jdist.Checkpointer(path, every=...)`, got {one_line(snapshots)}.")
     if non_finite not in get_args(NonFinite):
         raise ValueError(f'`non_finite` must be "keep", "skip" or "stop", got {one_line(non_finite)}.')
