@@ -27,7 +27,7 @@ from jdist._src.parameter_server.per_worker import (
     per_worker_values,
     worker_values,
 )
-from jdist._src.parameter_server.remote_value import RemoteValue, fetch_tree
+from jdist._src.parameter_server.remote_value import RemoteValue
 from jdist._src.parameter_server.strategy import ParameterServerStrategy
 from jdist._src.parameter_server.worker_index import Worker, call_function, running_on
 
@@ -162,7 +162,7 @@ class ClusterCoordinator:
             BaseException: The error of a function.
             CancelledError: A function was cancelled, because another one failed before.
         """
-        return fetch_tree(tree)
+        return jax.tree.map(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, tree)
 
     def create_per_worker_dataset(self, source: Any) -> PerWorkerDataset:
         """Returns a data set that each worker reads independently, from its beginning to its end.

@@ -116,8 +116,8 @@ class CellReference:
     make: Any
 
 
-class WorkerActor:
-    """A worker. Mutable: it holds the parts of steps, and the values of scheduled functions.
+class _Actor:
+    """The process of a worker or of a server.
 
     Args:
         settings: Settings of JAX.
@@ -125,12 +125,20 @@ class WorkerActor:
 
     def __init__(self, settings: Mapping[str, Any]):
         _configure(settings)
-        self._parts: dict[int, tuple[WorkerPart, Any]] = {}
-        self._cells: dict[int, Any] = {}
 
     def process(self) -> ActorProcess:
         """Returns the process."""
-        return _process()
+        address = importlib.import_module("ray.util").get_node_ip_address()
+        return ActorProcess(jax.default_backend(), jax.__version__, os.getpid(), address)
+
+
+class WorkerActor(_Actor):
+    """A worker. Mutable: it holds the parts of steps, and the values of scheduled functions."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        super().__init__(settings)
+        self._parts: dict[int, tuple[WorkerPart, Any]] = {}
+        self._cells: dict[int, Any] = {}
 
     def load(self, number: int, part: WorkerPart) -> None:
         """Stores the part of a step."""
@@ -186,24 +194,16 @@ class WorkerActor:
         return self._cells[leaf.number]
 
 
-class ServerActor:
-    """A server. Mutable: it holds the arrays of the state, the parts of steps, and the number of updates.
-
-    Args:
-        settings: Settings of JAX.
-    """
+class ServerActor(_Actor):
+    """A server. Mutable: it holds the arrays of the state, the parts of steps, and the number of updates."""
 
     def __init__(self, settings: Mapping[str, Any]):
-        _configure(settings)
+        super().__init__(settings)
         self._arrays: dict[Key, jax.Array] = {}
         self._parts: dict[int, tuple[ServerPart, Any, Any]] = {}
         self._bindings: dict[int, ServerBinding] = {}
         self._num_updates = 0
         self._error: Exception | None = None
-
-    def process(self) -> ActorProcess:
-        """Returns the process."""
-        return _process()
 
     def check(self) -> None:
         """Raises the error of an update."""
@@ -289,8 +289,3 @@ def to_message(arrays: Iterable[Any]) -> list[np.ndarray]:
 def _configure(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-
-
-def _process() -> ActorProcess:
-    address = importlib.import_module("ray.util").get_node_ip_address()
-    return ActorProcess(jax.default_backend(), jax.__version__, os.getpid(), address)

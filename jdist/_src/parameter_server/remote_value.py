@@ -1,4 +1,4 @@
-"""`RemoteValue`: the result of a scheduled function, and `fetch` for trees of them."""
+"""`RemoteValue`: the result of a scheduled function."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -65,11 +65,6 @@ class RemoteValue:
     def __repr__(self) -> str:
         state = "not done" if not self.is_done else "failed" if self._future.exception() else "done"
         return f"RemoteValue({self._name}, {state})"
-
-
-def fetch_tree(tree: PyTree) -> PyTree:
-    """Returns `tree` with the result of each `RemoteValue` in its place; other leaves are returned unchanged."""
-    return jax.tree.map(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, tree)
 
 
 def _to_host(leaf: Any) -> Any:
