@@ -133,10 +133,3 @@ def test_missing_cluster_is_an_error():
     variables = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
     assert "no Ray cluster was found at '127.0.0.1:1'. Start one with `ray start --head`" in done.stderr
-
-
-def test_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match='`engine` must be "local" or "ray", got \'spark\''):
-        jdist.ParameterServerStrategy(engine="spark")
-    with pytest.raises(ValueError, match='`non_finite` must be "keep", "skip" or "stop", got True'):
-        jdist.ParameterServerStrategy(non_finite=True)

@@ -189,15 +189,14 @@ def test_placement_is_round_robin_row_ps1():
     assert [[shard.server for shard in leaf.storage.shards] for leaf in state] == [[0], [1], [2], [0]]
 
 
-@pytest.mark.parametrize("answer", [None, [], [0, 1], [2, 2], [1, 2]])
-def test_partitioner_with_a_wrong_answer_is_refused_row_pt10(answer):
-    strategy = jdist.ParameterServerStrategy(workers=1, variable_partitioner=lambda shape, dtype: answer)
+def test_partitioner_with_a_wrong_answer_is_refused_row_pt10():
+    strategy = jdist.ParameterServerStrategy(workers=1, variable_partitioner=lambda shape, dtype: [1, 2])
 
     @strategy.step
     def add(state, x):
         return {"w": state["w"] + jdist.all_reduce("mean", x)}, None
 
-    with pytest.raises((ValueError, TypeError), match=r"state\['w'\]"):
+    with pytest.raises(ValueError, match=r"state\['w'\]"):
         add({"w": np.zeros((4, 4), np.float32)}, np.float32(1))
 
 
@@ -399,6 +398,9 @@ def test_policies_without_meaning_are_refused_by_name(policy, request):
         ({"servers": 0}, ValueError, "`servers` must be an integer >= 1"),
         ({"max_staleness": -1}, ValueError, "`max_staleness` must be an integer >= 0"),
         ({"workers": 1.5}, TypeError, "`workers`"),
+        ({"engine": "spark"}, ValueError, '`engine` must be "local" or "ray", got \'spark\''),
+        ({"non_finite": True}, ValueError, '`non_finite` must be "keep", "skip" or "stop", got True'),
+        ({"snapshots": "folder"}, TypeError, "`snapshots` must be a `jdist.Checkpointer"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, error, message):
