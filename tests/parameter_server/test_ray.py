@@ -12,7 +12,6 @@ import sys
 import jax
 import pytest
 
-import jdist
 from jdist._src.parameter_server.ray_actors import ActorProcess
 from jdist._src.parameter_server.ray_cluster import check_versions
 
