@@ -20,6 +20,7 @@ from jdist._src.sync.delay import delay_compensation as delay_compensation
 from jdist._src.sync.delay import scale_by_staleness as scale_by_staleness
 from jdist._src.sync.local_updates import diloco as diloco
 from jdist._src.sync.local_updates import local_sgd as local_sgd
+from jdist._src.sync.local_updates import streaming_diloco as streaming_diloco
 from jdist._src.sync.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from jdist._src.sync.low_rank import power_sgd as power_sgd
 from jdist._src.sync.quantization import in_dtype as in_dtype
@@ -29,7 +30,6 @@ from jdist._src.sync.reduction import hierarchical as hierarchical
 from jdist._src.sync.reduction import mean as mean
 from jdist._src.sync.reduction import sum as sum
 from jdist._src.sync.sparsity import top_k as top_k
-from jdist._src.sync.streaming import streaming_diloco as streaming_diloco
 
 _set_public_module(globals(), __name__)
 

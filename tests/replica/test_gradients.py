@@ -108,13 +108,6 @@ def test_padding_with_nan_losses_has_no_effect_on_the_value(two, parts):
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
 
 
-def test_batches_of_padding_on_every_replica_give_zero_and_no_nan(two):
-    x, y = data(2, 4, (), 0)
-    value, grads = both(two, x, y, np.zeros((2, 4), np.float32), micro_batches=2)
-    assert float(value) == 0
-    assert all(not np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_one_loss_for_all_rows_is_averaged_over_replicas_and_micro_batches(parts):
     x, y = data(2, 6, (), 0)
@@ -268,13 +261,6 @@ def test_invalid_number_of_micro_batches_is_refused(parts):
         (TypeError, ValueError), match=rf"`micro_batches` must be an integer >= 1, got {re.escape(repr(parts))}"
     ):
         jdist.value_and_grad(squares, micro_batches=parts)
-
-
-def test_number_of_micro_batches_may_be_a_numpy_integer():
-    x, y = data(1, 4, (), 0)
-    assert_close(
-        jdist.value_and_grad(squares, micro_batches=np.int64(2))(START, x[0], y[0]), by_numpy(x[0], y[0], np.ones(4))
-    )
 
 
 @pytest.mark.parametrize(

@@ -55,17 +55,10 @@ def test_in_dtype_sends_no_float32(two):
     assert re.findall(r":(\w+)\[64\] = psum", program[0]) == ["bf16"]
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.bool_, jnp.complex64])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.bool_, jnp.complex64, "nonsense", None, 3, "int8"])
 def test_in_dtype_of_a_dtype_that_is_not_a_float_is_refused(dtype):
-    with pytest.raises(
-        TypeError, match=r"in_dtype` is a floating-point dtype, such as jnp\.bfloat16, got .*" + dtype.dtype.name
-    ):
-        sync.in_dtype(dtype)
-
-
-@pytest.mark.parametrize("dtype", ["nonsense", None, 3, "int8"])
-def test_in_dtype_of_an_object_that_is_not_a_dtype_is_refused(dtype):
-    with pytest.raises(TypeError, match=rf"`jdist\.sync\.in_dtype` .*{dtype!r}"):
+    got = dtype.dtype.name if hasattr(dtype, "dtype") else repr(dtype)
+    with pytest.raises(TypeError, match=rf"`jdist\.sync\.in_dtype` is a floating-point dtype, such as .*, got .*{got}"):
         sync.in_dtype(dtype)
 
 

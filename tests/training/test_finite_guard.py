@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import jdist
-from jdist._src.training import finite_guard
+from jdist._src.replica import finite
+from jdist._src.training import gradient_step
 from jdist._src.training.steps import TrainCarry
 
 from laws import STRATEGIES, assert_in_step
@@ -125,15 +126,6 @@ def test_optimizer_that_tests_numbers_itself_decides(two, optimizer):
     assert ("1 of 3 steps were skipped" in fit.stop_reason) is is_counted
 
 
-@pytest.mark.slow
-def test_dynamic_loss_scale_shrinks_instead_of_ending_training(two):
-    optimizer = jdist.sync.dynamic_loss_scale(optax.chain(jdist.sync.mean(), optax.sgd(0.1)), initial=2.0**24)
-    precision = jdist.Precision(compute_dtype=jnp.float16)
-    trainer = trainer_of(two, optimizer, loss=optax.squared_error, precision=precision)
-    fit = train(trainer, (X, Y), epochs=10)
-    assert fit.steps == 30 and 0 < int(fit.state.opt_state.skipped) < 30
-
-
 def test_gradients_that_the_optimizer_does_not_read_do_not_count(two):
     model = (MODEL[0], lambda params, x: x @ params["w"] + jnp.sqrt(params["frozen"].sum() * 0))
     groups = {"w": "trained", "frozen": "frozen"}
@@ -180,7 +172,7 @@ def test_initial_parameters_that_are_not_finite_are_named(two):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 @pytest.mark.parametrize("columns", [100, 1 << 18])
 def test_are_finite_finds_every_number_that_is_not(columns, dtype):
-    are_finite = jax.jit(finite_guard.are_finite)
+    are_finite = jax.jit(finite.are_finite)
     largest = jnp.full((3, columns), jnp.finfo(dtype).max, dtype)  # their sum would overflow
     assert are_finite({"x": largest, "n": jnp.arange(3)}) and are_finite([largest[:0], jnp.int32(1)])
     for value in (jnp.inf, -jnp.inf, jnp.nan):
@@ -194,7 +186,7 @@ def test_replicas_that_share_the_test_of_large_gradients_find_every_number(two):
     def test(index):
         value = jnp.where(jdist.replica_id() == 1, jnp.nan, 0)
         grads = {"b": jnp.ones(3) * value, "w": jnp.zeros(size).at[index].set(value)}
-        _, grads, is_finite = finite_guard.mean_over_replicas(jnp.float32(1), grads, [False, True])
+        _, grads, is_finite = gradient_step.mean_over_replicas(jnp.float32(1), grads, [False, True])
         return is_finite, jnp.isnan(grads["w"]).sum()
 
     for index in (0, size // 2, size // 2 + 1, size - 1, size):  # the last one is outside of the array

@@ -16,7 +16,7 @@ import pytest
 import jdist
 from jdist.callbacks import CallbackResult, Moment
 
-from small_fits import MLP, assert_bitwise_equal, digits, fit, to_host, trainer
+from small_fits import MLP, assert_bitwise_equal, digits, fit, trainer
 
 SMALL = tuple(array[:240] for array in digits())  # 4 batches of 60
 
@@ -318,29 +318,6 @@ def test_non_finite_loss_stops_with_the_state_before_it(two, steps_per_call):
     assert_bitwise_equal(result.state, fit(two, SMALL, batch_size=60, epochs=None, steps=2, shuffle=False).state)
     assert list(result.history.losses) == [1, 2, 3]
     assert np.isnan(result.history.losses[3])
-
-
-def test_step_with_a_non_finite_loss_is_skipped(two):
-    result = fit(
-        two,
-        poisoned(2),
-        batch_size=60,
-        epochs=1,
-        shuffle=False,
-        optimizer=optax.sgd(0.1),
-        trainer_options={"non_finite": "skip"},
-    )
-    without = tuple(np.concatenate([array[:120], array[180:]]) for array in SMALL)
-    expected = fit(two, without, batch_size=60, epochs=1, shuffle=False, optimizer=optax.sgd(0.1))
-    assert_bitwise_equal(result.state.params, expected.state.params)
-    assert result.steps == int(result.state.step) == 4
-    assert result.history["loss"] == pytest.approx(expected.history["loss"])
-
-
-def test_step_with_a_non_finite_loss_is_kept_if_requested(two):
-    result = fit(two, poisoned(2), batch_size=60, epochs=1, shuffle=False, trainer_options={"non_finite": "keep"})
-    assert result.steps == 4
-    assert not all(np.isfinite(leaf).all() for leaf in to_host(result.state.params))
 
 
 def test_data_that_end_before_the_requested_steps(two):

@@ -234,12 +234,6 @@ def test_model_state_is_averaged_with_the_weights_of_examples(two):
     )
 
 
-@pytest.mark.slow
-def test_nan_in_the_model_state_of_a_replica_with_only_padding_is_ignored(two):
-    fit = train(trainer_of(Counted(guarded=False), two), (X[:2], Y[:2]), 4)
-    np.testing.assert_allclose(fit.state.model_state["kept"]["mean"], X[:2].mean(0), rtol=1e-5)
-
-
 @pytest.mark.parametrize("guarded", [True, False], ids=["zero", "nan"])
 def test_model_state_of_a_micro_batch_with_only_padding_is_ignored(guarded, two):
     fit = train(trainer_of(Counted(guarded=guarded), two), (X[:2], Y[:2]), 8, micro_batches=2)

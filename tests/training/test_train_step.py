@@ -185,13 +185,6 @@ def test_function_runs_without_a_strategy():
     np.testing.assert_allclose(state.params, by_hand(W, X, Y)[1], rtol=1e-4)
 
 
-def test_micro_batches_that_do_not_divide_the_batch(two):
-    state, losses = one_epoch(two, jdist.train_step(squares, SGD, micro_batches=3), SGD)
-    w, expected_losses = expected_epoch()
-    np.testing.assert_allclose(state.params, w, rtol=1e-4)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
-
-
 INVALID = {
     "no_function": (lambda: jdist.train_step("mse", SGD), TypeError, r"^`loss_fn` must be a function, got 'mse'"),
     "no_optimizer": (lambda: jdist.train_step(squares, "adam"), TypeError, r"Write `optimizer=optax\.adam\(1e-3\)`"),

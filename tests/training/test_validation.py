@@ -264,11 +264,6 @@ def test_wrong_options_raise_before_the_first_step(two, options, error, message)
         fit(two, of=of_two, **options)
 
 
-def test_keras_argument_is_answered_with_the_line_to_write(two):
-    with pytest.raises(TypeError, match="`fit` has no argument `validation_freq`: write `validate_every=`"):
-        fit(two, validation_freq=2)
-
-
 @pytest.mark.parametrize(
     "data, name",
     [

@@ -22,7 +22,7 @@ from jdist._src.collectives.cross_device_ops import (
 )
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
-from jdist._src.jaxpr.replication import SUM_MARK
+from jdist._src.jaxpr.marks import SUM_MARK
 from jdist._src.values.arrays import Shape, check_range, check_value
 from jdist._src.values.base import is_distributed
 from jdist._src.values.reduce_op import ReduceOp, check_reducible

@@ -73,8 +73,7 @@ def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
     Args:
         is_needed: Whether an interrupt that arrives now has to be deferred.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or _signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not _can_replace_handler():
         yield
         return
     deferred: list[int] = []
@@ -101,6 +100,49 @@ def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
         _signal.signal(signal.SIGINT, signal.default_int_handler)
         if deferred:
             hold_back()
+
+
+class BlockInterrupts:
+    """Ctrl-C inside `with interrupts` sets `is_requested`; a second one, and one outside of the block, raises.
+
+    Mutable: a signal handler writes to it.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._is_deferred = False
+
+    def __enter__(self) -> None:
+        self._is_deferred = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_deferred = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handles the signal."""
+        if not self._is_deferred or self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+
+
+@contextlib.contextmanager
+def interrupts_after_blocks() -> Iterator[BlockInterrupts]:
+    """Handles Ctrl-C inside by the result, for a loop that ends after a block. Has no effect where `held_back` has none."""
+    interrupts = BlockInterrupts()
+    if not _can_replace_handler():
+        yield interrupts
+        return
+    _signal.signal(signal.SIGINT, interrupts.handle)
+    try:
+        yield interrupts
+    finally:
+        _signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _can_replace_handler() -> bool:
+    """Whether this is the main thread, which receives signals, and the application has not installed a handler."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return in_main_thread and _signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def run_held_back(fn: Callable[[], Any]) -> Any:

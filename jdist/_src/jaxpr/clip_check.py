@@ -12,11 +12,7 @@ from typing import Any
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import ClippedPerReplicaWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-
-GRADIENT_MARK = "jdist.sync.gradients"  # name of a policy's input
-PSEUDO_GRADIENT_MARK = (
-    "jdist.sync.way"  # name of an input that is the difference of a replica's parameters over local steps
-)
+from jdist._src.jaxpr.marks import GRADIENT_MARK, mark_of
 
 _MAX_DISTANCE = 12  # equations between the clipping and the mark, for a few transformations in between
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}  # the registry of warnings that are shown once per line
@@ -45,7 +41,7 @@ _MESSAGE = (
 def _clips_before_policies(jaxpr: Jaxpr) -> Iterator[Equation]:
     producers: dict[Any, Equation] = {}
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "name" and jax_compat.name_of(equation) == GRADIENT_MARK:
+        if mark_of(equation) == GRADIENT_MARK:
             yield from _clips_before(equation, producers)
         for inner in jax_compat.contents(equation).jaxprs:
             yield from _clips_before_policies(inner)

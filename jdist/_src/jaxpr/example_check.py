@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import SharedRandomnessWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr
-from jdist._src.jaxpr.clip_check import GRADIENT_MARK, clips_per_example
+from jdist._src.jaxpr.clip_check import clips_per_example
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, all_equations, fixed_point
+from jdist._src.jaxpr.marks import GRADIENT_MARK, mark_of
 from jdist._src.jaxpr.primitives import RANDOM_BITS, REPLICATING_COLLECTIVES
 from jdist._src.jaxpr.replication import Input, warn_once
 
@@ -131,7 +132,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
         if name in RANDOM_BITS and not result.axes:
             place = source_lines.call_frame(equation, self._calls)
             return [dataclasses.replace(result, dims=_all_dims(var), place=place) for var in equation.outvars]
-        if name == "name" and jax_compat.name_of(equation) == GRADIENT_MARK:
+        if mark_of(equation) == GRADIENT_MARK:
             return [dataclasses.replace(operands[0], is_reduced=True)]
         return [dataclasses.replace(result, dims=dims) for dims in self._result_dims(equation, operands)]
 

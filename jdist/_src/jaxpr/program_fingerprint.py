@@ -22,6 +22,7 @@ from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.jaxpr.interpreter import all_equations
+from jdist._src.jaxpr.marks import CONSTANT_MARK, mark_of
 from jdist._src.jaxpr.primitives import CALLS
 
 
@@ -126,17 +127,12 @@ def _constants(program: Any) -> Iterator[Constant]:
 
 def named_constant(name: str, value: jax.Array) -> jax.Array:
     """Returns `value`, which a traced function captures and messages call `name`."""
-    return checkpoint_name(value, f"{_NAME_MARK}{name}")
-
-
-_NAME_MARK = "jdist.captured: "
+    return checkpoint_name(value, f"{CONSTANT_MARK}{name}")
 
 
 def _given_name(program: Jaxpr, var: Any) -> str:
-    names = (
-        jax_compat.name_of(one) for one in all_equations(program) if one.primitive.name == "name" and var in one.invars
-    )
-    return next((name.removeprefix(_NAME_MARK) for name in names if name.startswith(_NAME_MARK)), "")
+    marks = (mark_of(one) for one in all_equations(program) if var in one.invars)
+    return next((mark.removeprefix(CONSTANT_MARK) for mark in marks if mark.startswith(CONSTANT_MARK)), "")
 
 
 def _first_use(program: Jaxpr, var: Any) -> str:

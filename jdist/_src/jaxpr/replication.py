@@ -28,9 +28,8 @@ from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, nested_equations
+from jdist._src.jaxpr.marks import SUM_MARK, mark_of
 from jdist._src.jaxpr.primitives import NOT_WAITING, PER_DEVICE, REPLICATING_COLLECTIVES, WAITING_FOR_GROUP
-
-SUM_MARK = "jdist.all_reduce_sum"  # name of the operands of the user's sums, before they are packed with others
 
 
 class Input(NamedTuple):
@@ -297,7 +296,7 @@ class _Analysis(Interpreter[Variation]):
             self._control = outer
 
     def _name(self, jaxpr: Jaxpr, equation: Equation, operands: list[Variation]) -> list[Variation]:
-        if jax_compat.name_of(equation) == SUM_MARK:
+        if mark_of(equation) == SUM_MARK:
             is_constant = isinstance(equation.invars[0], Literal)
             self.marked_sums[id(equation)] = equation, jaxpr, not any(operands) and not is_constant
         return operands

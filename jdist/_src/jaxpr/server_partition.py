@@ -17,6 +17,7 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.interpreter import uses_axes
+from jdist._src.jaxpr.marks import READ_MARK, STALENESS_MARK, mark_of
 from jdist._src.jaxpr.primitives import ELEMENTWISE, RESHAPES
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.update_partition import (
@@ -28,11 +29,6 @@ from jdist._src.jaxpr.update_partition import (
     users_of,
     variables,
 )
-
-KEY_MARK = "jdist.replica_key"  # name of the index that is folded into a key of a replica
-STALENESS_MARK = "jdist.staleness"  # name of the staleness of an update, 0 outside `ParameterServerStrategy`
-LOOKUP_MARK = "jdist.lookup"  # name of a table whose rows are looked up
-READ_MARK = "jdist.read"  # name of a value of the state as the worker has read it
 
 
 class UpdateGroup(NamedTuple):
@@ -136,7 +132,7 @@ def _server_equations(
         operands = variables(equation.invars)
         if is_replicated[number]:
             qualifies = not from_state.isdisjoint(operands)
-            qualifies = qualifies and not has_mark(equation, READ_MARK) or has_mark(equation, STALENESS_MARK)
+            qualifies = qualifies and mark_of(equation) != READ_MARK or mark_of(equation) == STALENESS_MARK
         else:
             is_local = equation.primitive.name in ELEMENTWISE | RESHAPES
             qualifies = is_local and not from_local_state.isdisjoint(operands)
@@ -151,7 +147,7 @@ def _server_equations(
         equation = program.eqns[number]
         leads = not new_state.isdisjoint(equation.outvars) or any(on_servers[i] for i in users_of(equation, users))
         on_servers[number] = is_candidate[number] and leads
-    is_movable = [not has_mark(equation, READ_MARK) for equation in program.eqns]
+    is_movable = [mark_of(equation) != READ_MARK for equation in program.eqns]
     is_final = list(map(all, zip(is_replicated, is_pure, is_movable, strict=True)))
     extend_where_less_is_sent(program, on_servers, is_final, users)
     return on_servers
@@ -245,8 +241,3 @@ def part_for(program: Jaxpr, results: Sequence[Any], *, keeps_effects: bool = Fa
             needed.update(variables(equation.invars))
     inputs = [var for var in program.invars if var in needed]
     return JaxprPart(inputs, list(results), jax_compat.sub_jaxpr(program, chosen[::-1], inputs, results))
-
-
-def has_mark(equation: Equation, mark: str) -> bool:
-    """Whether an equation gives the name `mark` to its operand."""
-    return equation.primitive.name == "name" and jax_compat.name_of(equation) == mark

@@ -16,7 +16,8 @@ from jax import lax
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Evaluator
-from jdist._src.jaxpr.server_partition import LOOKUP_MARK, ServerPartition, UpdateGroup, has_mark, part_for
+from jdist._src.jaxpr.marks import LOOKUP_MARK, mark_of
+from jdist._src.jaxpr.server_partition import ServerPartition, UpdateGroup, part_for
 from jdist._src.jaxpr.update_partition import variables
 
 _KEEPS_ZERO = frozenset(
@@ -75,7 +76,7 @@ def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[An
     for equation in program.eqns:
         name, operands = equation.primitive.name, equation.invars
         used = variables(operands)
-        if has_mark(equation, LOOKUP_MARK) and operands[0] is table:
+        if mark_of(equation) == LOOKUP_MARK and operands[0] is table:
             marked.update(equation.outvars)
             accepted.add(id(equation))
         elif table in used:

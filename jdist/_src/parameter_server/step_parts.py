@@ -13,13 +13,11 @@ from jdist._src.core.tree import PyTree
 from jdist._src.execution.backend import ReplicaFunction, ReplicaResults
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.interpreter import Evaluator, nested_equations
+from jdist._src.jaxpr.marks import KEY_MARK, STALENESS_MARK, mark_of
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.server_partition import (
-    KEY_MARK,
-    STALENESS_MARK,
     ServerPartition,
     UpdateGroup,
-    has_mark,
     part_for,
     split_for_servers,
 )
@@ -371,10 +369,10 @@ class _KeyEvaluator(Evaluator):
         self._num_in_flight = num_in_flight
 
     def enters(self, equation: Equation) -> bool:
-        return any(has_mark(inner, KEY_MARK) for inner, _ in nested_equations(equation))
+        return any(mark_of(inner) == KEY_MARK for inner, _ in nested_equations(equation))
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
-        return [self._num_in_flight] if has_mark(equation, KEY_MARK) else super().primitive(jaxpr, equation, operands)
+        return [self._num_in_flight] if mark_of(equation) == KEY_MARK else super().primitive(jaxpr, equation, operands)
 
 
 def _server_update(
@@ -467,7 +465,7 @@ class _RowsEvaluator(Evaluator):
         return False
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
-        if has_mark(equation, STALENESS_MARK):
+        if mark_of(equation) == STALENESS_MARK:
             return [self._staleness]
         if self._num_rows is None or equation.primitive.name != "broadcast_in_dim":
             return super().primitive(jaxpr, equation, operands)

@@ -12,11 +12,10 @@ from jax.custom_derivatives import linear_call
 from jdist._src.collectives.ops import check_unwrapped
 from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import is_nnx_module
-from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, argument_names, describe_tree, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
-from jdist._src.replica.losses import WeightedLosses, weighted_sums, weights_array
-from jdist._src.replica.module_losses import split_aux, split_module, update_module
+from jdist._src.replica.losses import WeightedLosses, is_loss, weighted_sums, weights_array
 from jdist._src.values.arrays import check_array
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -179,7 +178,7 @@ def gradient_totals(
         module, carried = params, ()
         loss = functools.partial(_loss_of_params, loss_fn, has_aux)
         if is_nnx_module(params):
-            params, carried, loss = split_module(loss_fn, has_aux, params)
+            params, carried, loss = _split_module(loss_fn, has_aux, params)
         require_replica_context("value_and_grad", "strategy.step")
         check_unwrapped((params, batch, weights))
         step_precision = precision.step_precision()
@@ -193,7 +192,7 @@ def gradient_totals(
             parts = _split(loss_fn, batch, weights, micro_batches)
             (total, count), grads, (carried, aux, num_losses) = _accumulated(differentiate, carried, params, parts)
         if is_nnx_module(module):
-            update_module(module, carried)
+            _update_module(module, carried)
         if step_precision.scale is not None:
             unscale = 1 / step_precision.scale
             grads = jax.tree.map(lambda g: g * unscale, grads)
@@ -324,8 +323,8 @@ def _check_differentiable(params: PyTree) -> None:
 def _loss_of_params(
     loss_fn: Callable[..., Any], has_aux: bool, carried: tuple[()], params: PyTree, *batch: PyTree
 ) -> tuple[Any, Any]:
-    """Returns losses and `(carried, aux)`, as `split_module` defines, for a loss that is a function of its parameters."""
-    losses, aux = split_aux(loss_fn(params, *batch), has_aux)
+    """Returns losses and `(carried, aux)`, as `_split_module` defines, for a loss that is a function of its parameters."""
+    losses, aux = _split_aux(loss_fn(params, *batch), has_aux)
     return losses, (carried, aux)
 
 
@@ -446,4 +445,53 @@ def _split(loss_fn: Callable[..., Any], batch: tuple[PyTree, ...], weights: Any,
             )
     return jax.tree.map(
         lambda x: jnp.reshape(x, (parts, jnp.shape(x)[0] // parts, *jnp.shape(x)[1:])), (batch, weights)
+    )
+
+
+def _split_module(
+    loss_fn: Callable[..., Any], has_aux: bool, module: Any
+) -> tuple[PyTree, PyTree, Callable[..., tuple[Any, Any]]]:
+    """Returns the parameters of an nnx module, its other variables, and the loss as a function of both.
+
+    An nnx module changes in place while it computes: batch norm updates statistics, dropout counts random numbers. These
+    variables are carried from one micro-batch to the next. The function takes `(carried, params, *batch)`, and returns the
+    losses and `(carried, aux)`.
+    """
+    from flax import nnx
+
+    graph, params, carried = nnx.split(module, nnx.Param, ...)
+
+    def loss(carried: PyTree, params: PyTree, *batch: PyTree) -> tuple[Any, Any]:
+        merged = nnx.merge(graph, params, carried, copy=True)
+        losses, aux = _split_aux(loss_fn(merged, *batch), has_aux)
+        return losses, (nnx.state(merged, nnx.Not(nnx.Param)), aux)
+
+    return params, carried, loss
+
+
+def _update_module(module: Any, carried: PyTree) -> None:
+    """Sets the variables of an nnx module that are not parameters."""
+    from flax import nnx
+
+    nnx.update(module, carried)
+
+
+def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Returns the losses and the auxiliary values that a loss function returned.
+
+    Raises:
+        TypeError: The result is not a pair although `has_aux`, or the losses are not one array or number.
+    """
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"With `has_aux` the loss function must return a pair `(losses, aux)`, and it returned {describe_tree(result)}."
+        )
+    losses, aux = result if has_aux else (result, None)
+    if is_loss(losses) or isinstance(losses, WeightedLosses):
+        return losses, aux
+    hint = ""
+    if isinstance(losses, (tuple, list)) and not has_aux:
+        hint = " If it returns a loss and another value, return a pair, and pass `has_aux=True`."
+    raise TypeError(
+        f"The loss function returned {describe_tree(losses)}, and the losses must be one array or number.{hint}"
     )

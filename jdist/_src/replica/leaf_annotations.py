@@ -92,31 +92,26 @@ def snap_to_target(before: PyTree, update: PyTree, target: PyTree, when: Any) ->
         annotations.append(SyncTarget(leaves[0], leaves[1], leaves[2], jnp.asarray(when), jax_compat.trace_state()))
 
 
-def snap_to_target_if(condition: jax.Array, targets: Sequence[SyncTarget]) -> None:
-    """Repeats the annotations `targets`, for the case that `condition` is true."""
-    for sync_target in targets:
-        snap_to_target(sync_target.before, sync_target.update, sync_target.target, sync_target.when & condition)
+@contextlib.contextmanager
+def _collected(variable: ContextVar[Any]) -> Iterator[list[Any]]:
+    token = variable.set(annotations := [])
+    try:
+        yield annotations
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager
 def collect_local_leaves() -> Iterator[list[LocalLeaves]]:
     """Collects the annotations of `mark_local`."""
-    token = _local_leaves.set(annotations := [])
-    try:
-        with keyed(object()):  # from a cached trace of a helper, the policy would not be called, and would not annotate
-            yield annotations
-    finally:
-        _local_leaves.reset(token)
-
-
-@contextlib.contextmanager
-def collect_sync_targets() -> Iterator[list[SyncTarget]]:
-    """Collects the annotations of `snap_to_target`."""
-    token = _sync_targets.set(annotations := [])
-    try:
+    # From a cached trace of a helper, the policy would not be called, and would not annotate.
+    with _collected(_local_leaves) as annotations, keyed(object()):
         yield annotations
-    finally:
-        _sync_targets.reset(token)
+
+
+def collect_sync_targets() -> contextlib.AbstractContextManager[list[SyncTarget]]:
+    """Collects the annotations of `snap_to_target`."""
+    return _collected(_sync_targets)
 
 
 def wrap_local_leaves(state: PyTree, annotations: Sequence[LocalLeaves]) -> PyTree:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.nn_modules import is_variable
 from jdist._src.core.tree import PyTree, dtype_and_shape
-from jdist._src.jaxpr.server_partition import KEY_MARK
+from jdist._src.jaxpr.marks import KEY_MARK
 from jdist._src.replica.context import require_replica_context
 
 

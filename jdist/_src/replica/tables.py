@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.tree import dtype_and_shape
-from jdist._src.jaxpr.server_partition import LOOKUP_MARK
+from jdist._src.jaxpr.marks import LOOKUP_MARK
 from jdist._src.values.arrays import check_array
 
 

@@ -1,5 +1,6 @@
 """Policies that apply an optimizer at some steps only: gradient accumulation, and skipping of non-finite steps."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,11 +9,11 @@ import optax
 from jax import lax
 
 from jdist._src.core.tree import PyTree
+from jdist._src.replica.finite import are_finite_on_all_replicas, select
 from jdist._src.replica.leaf_annotations import (
     collect_sync_targets,
     mark_local,
     snap_to_target,
-    snap_to_target_if,
 )
 from jdist._src.sync.policy import (
     Policy,
@@ -24,7 +25,6 @@ from jdist._src.sync.policy import (
     synchronous_context,
 )
 from jdist._src.values.aggregation import VariableAggregation
-from jdist._src.values.reduce_op import ReduceOp
 
 
 class EveryState(NamedTuple):
@@ -165,23 +165,23 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> Policy:
         return SkipState(jnp.int32(0), optimizer.init(params))
 
     def update(grads: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, SkipState]:
-        with collect_sync_targets() as targets:
-            updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
-        is_finite = all_finite("skip_nonfinite", (grads, updates))
-        snap_to_target_if(is_finite, targets)
-        updates = select(is_finite, updates, jax.tree.map(jnp.zeros_like, updates))
-        return updates, SkipState(state.skipped + ~is_finite, select(is_finite, opt_state, state.opt_state))
+        is_finite, updates, opt_state = update_if_finite(
+            "skip_nonfinite", optimizer, grads, state.opt_state, params, extra_args
+        )
+        return updates, SkipState(state.skipped + ~is_finite, opt_state)
 
     return make_policy(init, update)
 
 
-def all_finite(name: str, tree: PyTree) -> jax.Array:
-    """Returns whether every number of `tree` is finite on every replica, for the policy `name`: bool `[]`, replicated."""
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)]
-    num_bad = sum((jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in floats), jnp.int32(0))
-    return policy_context(name).all_reduce(ReduceOp.MAX, num_bad) == 0
-
-
-def select(condition: jax.Array, tree: PyTree, other: PyTree) -> PyTree:
-    """Returns the leaves of `tree` if `condition`, else the leaves of `other`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), tree, other)
+def update_if_finite(
+    name: str, optimizer: Policy, grads: PyTree, opt_state: Any, params: PyTree, extra_args: Mapping[str, Any]
+) -> tuple[jax.Array, PyTree, Any]:
+    """Returns whether all gradients and updates are finite; the updates and the new state, or zeros and `opt_state`."""
+    policy_context(name)
+    with collect_sync_targets() as targets:
+        updates, new_state = optimizer.update(grads, opt_state, params, **extra_args)
+    is_finite = are_finite_on_all_replicas((grads, updates))
+    for one in targets:
+        snap_to_target(one.before, one.update, one.target, one.when & is_finite)
+    zeros = jax.tree.map(jnp.zeros_like, updates)
+    return is_finite, select(is_finite, updates, zeros), select(is_finite, new_state, opt_state)

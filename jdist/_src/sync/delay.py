@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.tree import PyTree
-from jdist._src.jaxpr.server_partition import READ_MARK, STALENESS_MARK
+from jdist._src.jaxpr.marks import READ_MARK, STALENESS_MARK
 from jdist._src.sync.policy import Policy, check_number, make_policy, policy_context, require_params
 
 

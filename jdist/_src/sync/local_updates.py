@@ -1,12 +1,15 @@
-"""Policies under which each replica updates its own parameters, with a synchronization step every `every` steps.
+"""Policies under which each replica updates its own parameters, with outer steps that synchronize them.
 
-Between two synchronization steps the parameters diverge. `Strategy.init` stores them as `SyncOnRead(MEAN)`, so the host
-program reads their average; the same applies to state that the optimizer computes from one replica's gradients. Which state
-leaves these are is proved, not guessed: `init` traces the optimizer's update, and the replication proof finds the leaves that
-may vary between replicas.
+There is one mechanism, `_local_updates`: `streaming_diloco` has an outer step of each parameter fragment, `diloco` one of all
+parameters at once, and the outer step of `local_sgd` is the mean.
+
+Between two outer steps the parameters diverge. `Strategy.init` stores them as `SyncOnRead(MEAN)`, so the host program reads
+their average; the same applies to state that the optimizer computes from one replica's gradients. Which state leaves these are
+is proved, not guessed: `init` traces the optimizer's update, and the replication proof finds the leaves that may vary between
+replicas.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +18,19 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.jaxpr import replication
-from jdist._src.jaxpr.clip_check import PSEUDO_GRADIENT_MARK
+from jdist._src.jaxpr.marks import PSEUDO_GRADIENT_MARK
 from jdist._src.replica.context import current_context
 from jdist._src.replica.leaf_annotations import mark_local, snap_to_target
 from jdist._src.sync.policy import (
     Policy,
     check_integer,
+    check_number,
     check_transformation,
     is_float,
     make_policy,
+    policy_context,
     require_params,
     synchronous_context,
 )
@@ -34,34 +39,32 @@ from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.reduce_op import ReduceOp
 
 
-class LocalState(NamedTuple):
-    """The state of `local_sgd`.
+class OuterStep(NamedTuple):
+    """The result of an outer step.
 
     Attributes:
-        steps: The number of steps since the last synchronization step, int32 `[]`; replicated.
-        opt_state: The state of each replica's optimizer; leaves that may vary are local to each replica.
-    """
-
-    steps: jax.Array
-    opt_state: Any
-
-
-class DilocoState(NamedTuple):
-    """The state of `diloco`.
-
-    Attributes:
-        steps: The number of steps since the last synchronization step, int32 `[]`; replicated.
-        anchor: The parameters after the last synchronization step; replicated.
-        opt_state: The state of each replica's optimizer; leaves that may vary are local to each replica.
+        params: The new parameters; replicated. None in the state of `local_sgd`, whose outer step does not need the last ones.
         reduction_state: The state of the policy `reduction`.
         outer_state: The state of the outer optimizer; replicated.
     """
 
+    params: PyTree
+    reduction_state: Any = ()
+    outer_state: Any = ()
+
+
+class LocalUpdatesState(NamedTuple):
+    """The state of `local_sgd`, `diloco` and `streaming_diloco`.
+
+    Attributes:
+        steps: The number of steps taken, int32 `[]`; replicated.
+        opt_state: The state of each replica's optimizer; leaves that may vary are local to each replica.
+        fragments: The last outer step of each fragment of the parameters.
+    """
+
     steps: jax.Array
-    anchor: PyTree
     opt_state: Any
-    reduction_state: Any
-    outer_state: Any
+    fragments: tuple[OuterStep, ...]
 
 
 def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
@@ -103,23 +106,7 @@ def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
         [0.0, 0.5]
         [0.375, 0.375]
     """
-    name = "local_sgd"
-    every = check_integer(name, "every", every, 1)
-    optimizer = check_transformation(name, "optimizer", optimizer)
-
-    def init(params: PyTree) -> LocalState:
-        return LocalState(jnp.int32(0), init_local_optimizer(name, optimizer, params, every > 1))
-
-    def update(grads: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, LocalState]:
-        context = synchronous_context(name)
-        params = require_params(name, params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
-        local_params = optax.apply_updates(params, updates)
-        synchronize = lambda: (context.all_reduce(ReduceOp.MEAN, local_params), None)
-        steps, updates, _ = _synchronize_every(every, state.steps, params, updates, synchronize, (local_params, None))
-        return updates, LocalState(steps, opt_state)
-
-    return make_policy(init, update)
+    return _local_updates("local_sgd", optimizer, every)
 
 
 def diloco(
@@ -157,73 +144,176 @@ def diloco(
     Example:
         >>> tx = jdist.sync.diloco(optax.adamw(1e-3), every=50)
     """
-    name = "diloco"
+    return _local_updates("diloco", optimizer, every, _outer_policies("diloco", outer_optimizer, reduction))
+
+
+def streaming_diloco(
+    optimizer: optax.GradientTransformation,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    *,
+    every: int,
+    fragments: int,
+    overlap: int = 1,
+    blend: float = 0.5,
+    reduction: optax.GradientTransformation | None = None,
+) -> Policy:
+    """Streaming DiLoCo: the outer steps of parameter fragments are spread over the steps, and overlap with computation.
+
+    Each fragment has an outer step every `every` steps, at its own offset, so that no step sends more than a fragment unless
+    there are more fragments than steps. Communication overlaps with computation: a fragment's all-reduce starts with one step,
+    and its result is applied `overlap` steps later, blended with the parameters that the replica has reached by then.
+
+    Args:
+        optimizer: The optimizer of each replica, without a policy.
+        outer_optimizer: The optimizer of the outer steps; by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`, as in the
+            paper.
+        every: The number of steps between two outer steps of a fragment.
+        fragments: The number of fragments; each contains complete leaves, with similar numbers of parameters.
+        overlap: The number of steps after which the result of an outer step is applied. 0 waits for it, as `diloco` does.
+        blend: The weight of the replica's own parameters at that time, at least 0 and less than 1. With 0 all replicas agree.
+        reduction: The policy that reduces the pseudo-gradients; `mean()` by default. `int8()` sends fewer bytes.
+
+    Returns:
+        A transformation of each replica's gradients `[...]` into its own updates.
+
+    Raises:
+        ValueError: A number is out of range; or, raised by `init`, there are fewer leaves than fragments.
+        TypeError: As for `diloco`.
+
+    Source:
+        A. Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free lunch",
+        arXiv:2501.18512.
+
+    Example:
+        >>> tx = jdist.sync.streaming_diloco(optax.adamw(1e-3), every=50, fragments=4)
+    """
+    name = "streaming_diloco"
+    every = check_integer(name, "every", every, 1)
+    fragments = check_integer(name, "fragments", fragments, 1)
+    overlap = check_integer(name, "overlap", overlap, 0)
+    if overlap >= every:
+        raise ValueError(
+            f"`overlap` of `jdist.sync.{name}` must be less than `every`, got overlap={overlap} and every={every}: the result "
+            "of an outer step is applied before the next one starts."
+        )
+    if not 0 <= check_number(name, "blend", blend) < 1:
+        raise ValueError(
+            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {one_line(blend)}. It is the weight of a "
+            "replica's own parameters."
+        )
+    outer = _outer_policies(name, outer_optimizer, reduction)
+    return _local_updates(name, optimizer, every, outer, fragments, overlap, blend)
+
+
+def _outer_policies(name: str, outer_optimizer: Any, reduction: Any) -> tuple[Policy, Policy]:
+    """Returns the reduction and the outer optimizer of the policy `name`, by default those of the DiLoCo papers."""
+    if outer_optimizer is None:
+        outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    reduction = mean() if reduction is None else reduction
+    return (
+        check_transformation(name, "reduction", reduction),
+        check_transformation(name, "outer_optimizer", outer_optimizer),
+    )
+
+
+def _local_updates(
+    name: str,
+    optimizer: Any,
+    every: Any,
+    outer: tuple[Policy, Policy] | None = None,
+    fragments: int | None = None,
+    overlap: int = 0,
+    blend: float = 0.0,
+) -> Policy:
+    """Returns the policy `name`.
+
+    Args:
+        name: The policy, for messages.
+        optimizer: The optimizer of each replica.
+        every: The number of steps between two outer steps of a fragment.
+        outer: The reduction and the outer optimizer; None for the mean of the parameters.
+        fragments: The number of fragments; None for one, the tree of the parameters itself.
+        overlap: See `streaming_diloco`.
+        blend: See `streaming_diloco`.
+    """
     every = check_integer(name, "every", every, 1)
     optimizer = check_transformation(name, "optimizer", optimizer)
-    outer_optimizer = check_outer_optimizer(name, outer_optimizer)
-    reduction = check_transformation(name, "reduction", mean() if reduction is None else reduction)
+    always_synchronized = every == 1 and blend == 0
 
-    def init(params: PyTree) -> DilocoState:
-        opt_state = init_local_optimizer(name, optimizer, params, every > 1)
-        anchor = copy_params(params)
-        return DilocoState(jnp.int32(0), anchor, opt_state, reduction.init(anchor), outer_optimizer.init(anchor))
+    def init(params: PyTree) -> LocalUpdatesState:
+        opt_state = _init_local_optimizer(name, optimizer, params, not always_synchronized)
+        return LocalUpdatesState(
+            jnp.int32(0), opt_state, tuple(map(init_fragment, _split_into_fragments(params, fragments)))
+        )
+
+    def init_fragment(params: PyTree) -> OuterStep:
+        if outer is None:
+            return OuterStep(None)
+        params = jax.tree.map(lambda x: jnp.array(x, copy=True), params)  # `Strategy.init` keeps new arrays replicated
+        return OuterStep(params, *(policy.init(params) for policy in outer))
 
     def update(
-        grads: PyTree, state: DilocoState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, DilocoState]:
+        grads: PyTree, state: LocalUpdatesState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, LocalUpdatesState]:
         synchronous_context(name)
         params = require_params(name, params)
         updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
         local_params = optax.apply_updates(params, updates)
-        before = OuterStep(state.anchor, state.reduction_state, state.outer_state)
+        trees = (_split_into_fragments(tree, fragments) for tree in (params, local_params, updates))
+        results = [
+            update_fragment(number, state.steps, *part)
+            for number, part in enumerate(zip(state.fragments, *trees, strict=True))
+        ]
+        outer_steps, fragment_updates = zip(*results, strict=True)
+        updates = fragment_updates[0] if fragments is None else _merge_fragments(updates, fragment_updates)
+        return updates, LocalUpdatesState(state.steps + 1, opt_state, outer_steps)
 
-        def synchronize() -> tuple[PyTree, OuterStep]:
-            after = outer_step(reduction, outer_optimizer, local_params, before)
-            return after.params, after
-
-        steps, updates, after = _synchronize_every(
-            every, state.steps, params, updates, synchronize, (local_params, before)
+    def update_fragment(
+        number: int, steps: jax.Array, last: OuterStep, params: PyTree, local_params: PyTree, updates: PyTree
+    ) -> tuple[OuterStep, PyTree]:
+        """Returns the last outer step and the updates of a fragment after a step from `params` to `local_params`."""
+        starts, is_applied = (
+            (moment > 0) & ((moment - number * every // (fragments or 1)) % every == 0)
+            for moment in (steps + (overlap == 0), steps + 1 - overlap)
         )
-        return updates, DilocoState(steps, after.params, opt_state, after.reduction_state, after.outer_state)
+        # With overlap, the parameters before the step are sent, so that the message does not depend on the step's gradients.
+        sent = params if overlap else local_params
+        last = last if outer else OuterStep(sent)
+
+        def blended_updates(result: OuterStep) -> PyTree:
+            blended = lambda p, new, own, u: ((blend * own + (1 - blend) * new if blend else new) - p).astype(u.dtype)
+            return jax.tree.map(blended, params, result.params, local_params, updates)
+
+        def synchronized() -> tuple[OuterStep, PyTree]:
+            result = _outer_step(outer, sent, last)
+            return result, blended_updates(result)
+
+        if always_synchronized:
+            result, new_updates = synchronized()
+        elif overlap:
+            result = lax.cond(starts, lambda: _outer_step(outer, sent, last), lambda: last)
+            new_updates = lax.cond(is_applied, lambda: blended_updates(result), lambda: updates)
+        else:
+            result, new_updates = lax.cond(starts, synchronized, lambda: (last, updates))
+        if not blend and not always_synchronized:
+            snap_to_target(params, new_updates, result.params, is_applied)
+        return result if outer else OuterStep(None), new_updates
 
     return make_policy(init, update)
 
 
-class OuterStep(NamedTuple):
-    """The result of an outer step.
-
-    Attributes:
-        params: The new parameters; replicated.
-        reduction_state: The state of the policy `reduction`.
-        outer_state: The state of the outer optimizer; replicated.
-    """
-
-    params: PyTree
-    reduction_state: Any
-    outer_state: Any
-
-
-def outer_step(reduction: Policy, outer_optimizer: Policy, local_params: PyTree, last: OuterStep) -> OuterStep:
+def _outer_step(outer: tuple[Policy, Policy] | None, local_params: PyTree, last: OuterStep) -> OuterStep:
     """Returns the next outer step after `last`, along the reduced pseudo-gradients `last.params - local_params`."""
+    if outer is None:
+        return OuterStep(policy_context("local_sgd").all_reduce(ReduceOp.MEAN, local_params))
+    reduction, outer_optimizer = outer
     pseudo_gradient = jax.tree.map(lambda a, p: checkpoint_name(a - p, PSEUDO_GRADIENT_MARK), last.params, local_params)
     reduced, reduction_state = reduction.update(pseudo_gradient, last.reduction_state, last.params)
     updates, outer_state = outer_optimizer.update(reduced, last.outer_state, last.params)
     return OuterStep(optax.apply_updates(last.params, updates), reduction_state, outer_state)
 
 
-def check_outer_optimizer(name: str, outer_optimizer: Any) -> Policy:
-    """Returns the outer optimizer of the policy `name`; for None, Nesterov momentum as in the DiLoCo papers."""
-    if outer_optimizer is None:
-        outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    return check_transformation(name, "outer_optimizer", outer_optimizer)
-
-
-def copy_params(params: PyTree) -> PyTree:
-    """Returns a copy of `params` in new arrays, which `Strategy.init` keeps replicated."""
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
-
-
-def init_local_optimizer(name: str, optimizer: Policy, params: PyTree, params_diverge: bool) -> Any:
+def _init_local_optimizer(name: str, optimizer: Policy, params: PyTree, params_diverge: bool) -> Any:
     """Returns the initial state of each replica's optimizer, and marks the leaves that are local to each replica.
 
     Args:
@@ -288,41 +378,36 @@ def _find_varying(name: str, optimizer: Policy, params: PyTree, state: Any, para
         varying = next_varying
 
 
-def _synchronize_every(
-    every: int,
-    steps: jax.Array,
-    params: PyTree,
-    updates: PyTree,
-    synchronize: Callable[[], tuple[PyTree, Any]],
-    local: tuple[PyTree, Any],
-) -> tuple[jax.Array, PyTree, Any]:
-    """Synchronizes in every `every`-th step.
+def _split_into_fragments(tree: PyTree, count: int | None) -> list[PyTree]:
+    """Returns the leaves of `tree` in `count` fragments of similar numbers of parameters; `[tree]` if it is None.
 
-    Args:
-        every: The number of steps per synchronization step.
-        steps: The number of steps since the last synchronization step.
-        params: The parameters before the step.
-        updates: The updates of a step without synchronization.
-        synchronize: Returns the synchronized parameters and a further result.
-        local: The same pair for a step without synchronization.
-
-    Returns:
-        The new number of steps, the updates, and the further result.
+    Raises:
+        ValueError: There are fewer leaves than fragments.
     """
-
-    def synchronized() -> tuple[PyTree, PyTree, Any]:
-        target, extra = synchronize()
-        return target, updates_to_target(target, params, updates), extra
-
-    if every == 1:
-        _, new_updates, extra = synchronized()
-        return steps, new_updates, extra
-    is_sync_step = steps == every - 1
-    target, new_updates, extra = lax.cond(is_sync_step, synchronized, lambda: (local[0], updates, local[1]))
-    snap_to_target(params, new_updates, target, is_sync_step)
-    return jnp.where(is_sync_step, 0, steps + 1), new_updates, extra
+    if count is None:
+        return [tree]
+    leaves = jax.tree.leaves(tree)
+    if len(leaves) < count:
+        raise ValueError(
+            f"`fragments` of `jdist.sync.streaming_diloco` is {count}, but there are only {len(leaves)} arrays. Use at most "
+            f"{len(leaves)} fragments."
+        )
+    return [[leaves[i] for i in indices] for indices in _assign_leaves([leaf.size for leaf in leaves], count)]
 
 
-def updates_to_target(target: PyTree, params: PyTree, like: PyTree) -> PyTree:
-    """Returns the updates that change `params` to `target`, in the dtypes of `like`."""
-    return jax.tree.map(lambda t, p, u: (t - p).astype(u.dtype), target, params, like)
+def _assign_leaves(sizes: list[int], count: int) -> list[list[int]]:
+    """Returns the leaf indices of each fragment: the largest leaf first, each to the smallest fragment so far."""
+    fragments: list[list[int]] = [[] for _ in range(count)]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        min(fragments, key=lambda indices: (sum(sizes[j] for j in indices), len(indices))).append(i)
+    return [sorted(indices) for indices in fragments]
+
+
+def _merge_fragments(like: PyTree, fragments: Sequence[list[Any]]) -> PyTree:
+    """Returns a tree like `like` of the leaves of its fragments."""
+    leaves, treedef = jax.tree.flatten(like)
+    indices_of_fragments = _assign_leaves([leaf.size for leaf in leaves], len(fragments))
+    for fragment, indices in zip(fragments, indices_of_fragments, strict=True):
+        for i, leaf in zip(indices, fragment, strict=True):
+            leaves[i] = leaf
+    return treedef.unflatten(leaves)

@@ -3,14 +3,12 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from jdist._src.core.tree import PyTree, one_line
-from jdist._src.replica.leaf_annotations import collect_sync_targets, snap_to_target_if
 from jdist._src.replica.precision import LossScaleState
-from jdist._src.sync.accumulation import all_finite, select
+from jdist._src.sync.accumulation import update_if_finite
 from jdist._src.sync.policy import (
     Policy,
     check_integer,
@@ -68,18 +66,15 @@ def dynamic_loss_scale(
     def update(
         grads: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaleState]:
-        with collect_sync_targets() as targets:
-            updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
-        is_finite = all_finite(name, (grads, updates))
-        snap_to_target_if(is_finite, targets)
+        is_finite, updates, opt_state = update_if_finite(name, optimizer, grads, state.opt_state, params, extra_args)
         grows = is_finite & (state.finite_steps + 1 == interval)
         scale = jnp.where(is_finite, state.scale * jnp.where(grows, factor, 1), jnp.maximum(state.scale / factor, 1))
         new_state = LossScaleState(
             scale=jnp.minimum(scale, _MAX_SCALE),
             finite_steps=jnp.where(is_finite & ~grows, state.finite_steps + 1, 0),
             skipped=state.skipped + ~is_finite,
-            opt_state=select(is_finite, opt_state, state.opt_state),
+            opt_state=opt_state,
         )
-        return select(is_finite, updates, jax.tree.map(jnp.zeros_like, updates)), new_state
+        return updates, new_state
 
     return make_policy(init, update)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, one_line
-from jdist._src.jaxpr.clip_check import GRADIENT_MARK
+from jdist._src.jaxpr.marks import GRADIENT_MARK
 from jdist._src.replica.context import ReplicaContext, require_replica_context
 
 Policy: TypeAlias = optax.GradientTransformationExtraArgs

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from jdist._src.collectives import ops
 from jdist._src.core.tree import PyTree, one_line
@@ -135,8 +136,9 @@ def int8(
             return CompressedMean([], [], key)
         key, *rounding_keys = [None] * 3 if key is None else jax.random.split(key, 3)
         replicas = context.num_replicas_in_sync
-        flat = jnp.concatenate([leaf.ravel().astype(jnp.float32) for leaf in leaves])
-        blocks = _split_into_blocks(flat, replicas, block_size)
+        flat, unravel = ravel_pytree(leaves)
+        blocks = _split_into_blocks(flat.astype(jnp.float32), replicas, block_size)
+        to_leaves = lambda blocks: unravel(blocks.ravel()[: flat.size].astype(flat.dtype))
         sent = _quantize(blocks, rounding_keys[0])
         received = _QuantizedBlocks.from_bytes(ops.all_to_all_rows(sent.bytes, context.axes))
         part_mean = jnp.sum(received.numbers, axis=0) / replicas
@@ -144,7 +146,7 @@ def int8(
         means = _QuantizedBlocks.from_bytes(ops.stack_replicas(sent_back.bytes, context.axes))
         residual = (blocks - sent.numbers) / replicas
         residual = residual.at[context.replica_id_in_sync_group].add(part_mean - sent_back.numbers)
-        return CompressedMean(_unflatten(means.numbers, leaves), _unflatten(residual, leaves), key)
+        return CompressedMean(to_leaves(means.numbers), to_leaves(residual), key)
 
     return with_feedback("int8", fallback, is_compressed, init_codec, send)
 
@@ -189,12 +191,3 @@ def _quantize(x: jax.Array, key: jax.Array | None) -> _QuantizedBlocks:
     # Each replica draws its own noise: with the same noise, the rounding errors would not average out.
     rounded = jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(replica_key(key), x.shape))
     return _QuantizedBlocks(jnp.clip(rounded, -127, 127).astype(jnp.int8), scale)
-
-
-def _unflatten(blocks: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-    """Returns the numbers of `blocks` in the shapes and dtypes of `leaves`."""
-    flat, arrays, start = blocks.ravel(), [], 0
-    for leaf in leaves:
-        arrays.append(flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
-        start += leaf.size
-    return arrays

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from jdist._src.collectives import ops
 from jdist._src.core.tree import one_line
@@ -60,7 +61,8 @@ def top_k(fraction: float, *, fallback: optax.GradientTransformation | None = No
             return CompressedMean([], [], codec)
         replicas = context.num_replicas_in_sync
         starts = np.cumsum([0] + [leaf.size for leaf in leaves])
-        flat = jnp.concatenate([leaf.ravel().astype(jnp.float32) for leaf in leaves])
+        exact, unravel = ravel_pytree(leaves)
+        flat = exact.astype(jnp.float32)
         indices = jnp.concatenate(
             [
                 start + lax.top_k(jnp.abs(leaf.ravel()), num_sent(leaf))[1].astype(jnp.int32)
@@ -77,10 +79,7 @@ def top_k(fraction: float, *, fallback: optax.GradientTransformation | None = No
 
         total, _ = lax.scan(add, jnp.zeros_like(flat), received)
         residual = flat.at[indices].set(0) / replicas
-        split = lambda x: [
-            part.reshape(leaf.shape).astype(leaf.dtype)
-            for part, leaf in zip(jnp.split(x, starts[1:-1]), leaves, strict=True)
-        ]
-        return CompressedMean(split(total / replicas), split(residual), codec)
+        to_leaves = lambda x: unravel(x.astype(exact.dtype))
+        return CompressedMean(to_leaves(total / replicas), to_leaves(residual), codec)
 
     return with_feedback("top_k", fallback, is_compressed, lambda leaves: None, send)

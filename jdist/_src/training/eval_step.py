@@ -20,7 +20,7 @@ from jdist._src.replica.context import all_reduce
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.strategies.current import get_strategy
 from jdist._src.strategies.late_bound_step import bind_state
-from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
+from jdist._src.training.loss_functions import check_metric_weights, is_metric, optional_parameters
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
 from jdist._src.values.sync_on_read import SyncOnRead

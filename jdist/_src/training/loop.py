@@ -9,12 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, cast
 
 import jax
@@ -23,19 +20,26 @@ import numpy as np
 from jdist._src.core import activity
 from jdist._src.core.errors import FitError
 from jdist._src.core.tree import PyTree, one_line
+from jdist._src.execution.interrupts import interrupts_after_blocks
 from jdist._src.execution.traced import Proof
+from jdist._src.replica.finite import are_finite_on_all_replicas
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
-from jdist._src.training import finite_guard
 from jdist._src.training.events import Callback, CallbackResult, Event, FunctionCallback, Moment
-from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, is_donated
 from jdist._src.training.recorder import NonFiniteStep, Recorder
-from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
+from jdist._src.training.resume import (
+    StartPoint,
+    describe_last_checkpoint,
+    restore_callback_states,
+    restore_epoch_metrics,
+    saved_callback_states,
+    stateful_callbacks,
+)
 from jdist._src.training.state import accumulated_steps, learning_rate_of, params_of, skipped_updates, step_of
 from jdist._src.training.state_copies import param_digest, replicated_fingerprints, summands
 from jdist._src.training.step_inputs import DrawnBatch
-from jdist._src.training.steps import TrainCarry
+from jdist._src.training.steps import StepFunctions, TrainCarry
 from jdist._src.values.process_calls import check_same_facts, exchange_call, processes_of
 from jdist._src.values.remote_array import materialize
 
@@ -61,35 +65,29 @@ class LoopConfig:
 
     Attributes:
         strategy: The strategy.
+        functions: The step functions.
         step: From a carry and the batches of a call to the next carry and the outcome.
-        read_metrics: From metrics on the devices to numbers on the host.
-        empty_metrics: Returns the metrics after a row of the history, which contain no steps.
         validate: From a state to the metrics of the validation data, or None.
         validate_every: The number of steps between validations; None for a validation at the end of each epoch.
         callbacks: The callbacks, in calling order.
-        stateful_callbacks: The callbacks with a state, with their identities.
         metric_names: The names in `Event.logs` after a validation.
-        last_checkpoint: Returns a sentence that names the newest checkpoint.
-        proof: Returns the result of the replication proof of the step.
+        resume: The argument of `fit`.
+        read_proof: Returns the result of the replication proof of the step.
         total_steps: The number of steps after which training ends, if known.
         requested_steps: The number of steps that the caller requested, if any.
-        non_finite: The treatment of a step that is not finite.
     """
 
     strategy: Strategy
+    functions: StepFunctions
     step: Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]
-    read_metrics: Callable[[PyTree], Mapping[str, Any]]
-    empty_metrics: Callable[[], PyTree]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
     validate_every: int | None
     callbacks: Sequence[Callback]
-    stateful_callbacks: Sequence[tuple[str, Callback]]
     metric_names: Sequence[str]
-    last_checkpoint: Callable[[], str]
-    proof: Callable[[], Proof]
+    resume: Any
+    read_proof: Callable[[], Proof]
     total_steps: int | None
     requested_steps: int | None
-    non_finite: NonFinite
 
 
 class Loop:
@@ -105,14 +103,17 @@ class Loop:
 
     def __init__(self, config: LoopConfig, start: StartPoint, position: Mapping[str, Any]):
         self._config = config
-        metrics: Any = restore_epoch_metrics(config.empty_metrics(), start.resume_data.get("seen", ()))
+        self._stateful_callbacks = stateful_callbacks(config.callbacks)
+        if "callbacks" in start.resume_data:
+            restore_callback_states(self._stateful_callbacks, start.resume_data["callbacks"])
+        metrics: Any = restore_epoch_metrics(self._empty_metrics(), start.resume_data.get("seen", ()))
         self._carry = TrainCarry(start.state, metrics, config.strategy.put(np.bool_(False)))
         self._first_step = self._step = self._row_first_step = int(step_of(start.state))
         self._last_validation = self._step
         self._calls = self._examples = self._row_first_example = 0
         self._epoch, self._position, self._stalled_fraction = position["epoch"], position, 0.0
         self._row_metrics: Mapping[str, Any] = {}
-        self._recorder = Recorder(start.resume_data, config.non_finite == "skip")
+        self._recorder = Recorder(start.resume_data, config.functions.non_finite == "skip")
         self._start_time = self._row_start_time = time.perf_counter()
         self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
@@ -128,7 +129,7 @@ class Loop:
 
     def run(self, groups: Iterable[Sequence[DrawnBatch]]) -> Fit:
         """Takes a call of the step per group of batches, and returns the result of training."""
-        with self._keeping_state(), _handle_interrupts() as interrupt:
+        with self._keeping_state(), interrupts_after_blocks() as interrupt:
             self._notify(Moment.START)
             intervals = [callback.step_interval_seconds for callback in self._config.callbacks]
             self._step_interval = min(intervals, default=math.inf)
@@ -149,6 +150,9 @@ class Loop:
                 self._stop_reason = _INTERRUPTED
             self._end()
         return self._fit()
+
+    def _empty_metrics(self) -> Any:
+        return self._config.strategy.init(self._config.functions.empty_metrics)
 
     def _take(self, batches: Sequence[DrawnBatch]) -> None:
         self._carry, outcome = self._config.step(self._carry, batches)
@@ -187,7 +191,7 @@ class Loop:
         """Validates if it is due, adds a row to the history, and sends its event."""
         self._check_failure(self._recorder.fetch())
         seconds = time.perf_counter() - self._row_start_time
-        self._row_metrics = self._config.read_metrics(self._carry.metrics)
+        self._row_metrics = self._config.functions.read_metrics(self._config.strategy, self._carry.metrics)
         self._count_skipped_updates()
         rate = learning_rate_of(self._carry.state, step=self._step)
         validation: Mapping[str, Any] = {}
@@ -206,7 +210,7 @@ class Loop:
                 **{f"val_{name}": value for name, value in validation.items()},
             }
         )
-        self._carry = dataclasses.replace(self._carry, metrics=self._config.empty_metrics())
+        self._carry = dataclasses.replace(self._carry, metrics=self._empty_metrics())
         self._row_first_step, self._row_first_example = self._step, self._examples
         self._notify(Moment.EPOCH if self._ends_epoch else Moment.VALIDATION, validation)
         self._row_start_time = time.perf_counter()
@@ -228,7 +232,7 @@ class Loop:
     def _end(self) -> None:
         self._check_failure(self._recorder.fetch())
         if self._step != self._row_first_step or (self._has_failed and not self._row_metrics):
-            self._row_metrics = self._config.read_metrics(self._carry.metrics)
+            self._row_metrics = self._config.functions.read_metrics(self._config.strategy, self._carry.metrics)
             self._row_first_step = self._step
         self._count_skipped_updates()
         is_complete = self._stop_reason is None
@@ -272,7 +276,7 @@ class Loop:
 
     def _has_finite_params(self) -> bool:
         params = params_of(self._carry.state)
-        return bool(jax.device_get(self._config.strategy.run(finite_guard.are_finite_on_all_replicas, (params,))))
+        return bool(jax.device_get(self._config.strategy.run(are_finite_on_all_replicas, (params,))))
 
     def _end_reason(self, requested_steps: int | None) -> str:
         if requested_steps is not None and self._step < requested_steps:
@@ -283,7 +287,7 @@ class Loop:
 
     def _check_failure(self, failure: NonFiniteStep | None) -> None:
         """Stops at a step that is not finite, if configured. The step function rejected all steps from there on."""
-        if failure is None or self._config.non_finite != "stop" or self._has_failed:
+        if failure is None or self._config.functions.non_finite != "stop" or self._has_failed:
             return
         self._has_failed = True
         self._step, self._position = failure.step - 1, failure.position_before
@@ -343,17 +347,17 @@ class Loop:
             return self._row_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
             return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
-        return self._config.read_metrics(self._carry.metrics)
+        return self._config.functions.read_metrics(self._config.strategy, self._carry.metrics)
 
     def _is_finite(self, moment: Moment) -> bool:
         self._check_failure(self._recorder.fetch())
         if self._has_failed and moment is not Moment.END:  # the event has the number of a step that was rejected
             return False
-        return self._config.non_finite == "keep" or self._has_finite_params()
+        return self._config.functions.non_finite == "keep" or self._has_finite_params()
 
     def _resume_data(self) -> dict[str, Any]:
         return {
-            "callbacks": saved_callback_states(self._config.stateful_callbacks),
+            "callbacks": saved_callback_states(self._stateful_callbacks),
             "history": [dict(row) for row in self._recorder.history.rows],
             "losses": self._recorder.losses_as_arrays(),
             "ineffective": list(self._recorder.row_counts),
@@ -373,10 +377,10 @@ class Loop:
                 raise
             self._stop_reason = f"{type(error).__name__}: {error}"
             if is_lost:
+                last_checkpoint = describe_last_checkpoint(self._config.callbacks, self._config.resume)
                 raise FitError(
                     f"Training failed at step {self._step + 1}, or shortly before it: {self._stop_reason}\n  The state is "
-                    f"lost: it was donated to the step that failed. {self._config.last_checkpoint()} The history is "
-                    "`error.fit.history`.",
+                    f"lost: it was donated to the step that failed. {last_checkpoint} The history is `error.fit.history`.",
                     self._fit(is_lost=True),
                 ) from error
             raise FitError(
@@ -392,48 +396,10 @@ class Loop:
     def _fit(self, is_lost: bool = False) -> Fit:
         history = self._recorder.history
         history = dataclasses.replace(history, losses=dict(history.losses))
-        proof = self._config.proof() if self._step > self._first_step else None
+        proof = self._config.read_proof() if self._step > self._first_step else None
         state = cast(Any, None if is_lost else materialize(self._carry.state))
         description = self._config.strategy.describe(state)
         return Fit(state, history, self._step, self._stop_reason or "", description, proof)
-
-
-class _Interrupt:
-    """Records Ctrl-C while it is deferred: inside `with interrupt`, the first one is recorded, the second raises.
-
-    Mutable: a signal handler writes to it.
-    """
-
-    def __init__(self) -> None:
-        self.is_requested = False
-        self._is_deferred = False
-
-    def __enter__(self) -> None:
-        self._is_deferred = True
-
-    def __exit__(self, *error: object) -> None:
-        self._is_deferred = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handles the signal."""
-        if not self._is_deferred or self.is_requested:
-            raise KeyboardInterrupt
-        self.is_requested = True
-
-
-@contextlib.contextmanager
-def _handle_interrupts() -> Iterator[_Interrupt]:
-    """Handles Ctrl-C inside. Has no effect in other threads than the main one, which receive no signals."""
-    interrupt = _Interrupt()
-    previous_handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous_handler is not signal.default_int_handler:
-        yield interrupt  # the application has installed a handler: leave it in place
-        return
-    signal.signal(signal.SIGINT, interrupt.handle)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, previous_handler)
 
 
 def no_step_message(requested_steps: int, steps: int) -> str:

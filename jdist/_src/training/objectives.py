@@ -14,7 +14,7 @@ from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.losses import WeightedLosses
 from jdist._src.replica.metrics import Metric
 from jdist._src.replica.precision import Precision
-from jdist._src.training.loss_results import split_result, weighted_losses
+from jdist._src.training.loss_functions import split_result, weighted_losses
 from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses
 from jdist._src.training.model_functions import ModelFunctions, ModelLosses, ModelResult, as_inputs, example_mask
 

@@ -135,32 +135,19 @@ def state_fields(state: PyTree) -> StateFields:
             "The training state must be a `jdist.TrainState`, or a dataclass with `step`, `params` and `opt_state`; "
             f"{actual} {problem}. Create one: `jdist.init(lambda: jdist.TrainState.create(params, optimizer))`."
         )
-    model_state = getattr(state, "model_state", None)
-    if model_state is None and getattr(state, "batch_stats", None):
-        model_state = {"batch_stats": state.batch_stats}
     rng = getattr(state, "rng", None)
     rng = jax.random.key(0) if rng is None else rng
-    return StateFields(state.step, state.params, state.opt_state, model_state or {}, rng)
+    return StateFields(state.step, state.params, state.opt_state, _model_state(state), rng)
 
 
-def evaluated_fields(state: PyTree) -> StateFields:
-    """Returns the fields of a state that is not trained: it needs `params` only, as an attribute or a key.
+def _get(state: PyTree, name: str) -> Any:
+    """Returns an attribute or a key of a state, or None."""
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
-    Such a state is the result of `Checkpointer.restore(strategy, only=["params", "model_state"])`.
 
-    Raises:
-        TypeError: There are no `params`.
-    """
-    get = state.get if isinstance(state, Mapping) else lambda name: getattr(state, name, None)
-    if get("params") is None:
-        raise TypeError(
-            "The state must have `params`, as an attribute or a key: pass a `jdist.TrainState`, or a dict such as "
-            f'{{"params": params, "model_state": variables}}; got {type(state).__name__}.'
-        )
-    model_state = get("model_state")
-    if model_state is None and get("batch_stats"):
-        model_state = {"batch_stats": get("batch_stats")}
-    return StateFields(get("step"), get("params"), get("opt_state"), model_state or {}, get("rng"))
+def _model_state(state: PyTree) -> PyTree:
+    model_state, batch_stats = _get(state, "model_state"), _get(state, "batch_stats")
+    return ({"batch_stats": batch_stats} if model_state is None and batch_stats else model_state) or {}
 
 
 def step_of(state: PyTree) -> Any:
@@ -169,7 +156,7 @@ def step_of(state: PyTree) -> Any:
     Raises:
         TypeError: There is none, or it is not one integer.
     """
-    step: Any = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
+    step = _get(state, "step")
     if type(step) is int:  # on the host, as `flax.training.train_state.TrainState.create` returns it
         return step
     if not hasattr(step, "dtype") or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
@@ -183,7 +170,8 @@ def step_of(state: PyTree) -> Any:
 
 def params_of(state: PyTree) -> PyTree:
     """Returns the attribute or the key `params` of a state; an empty tree if it has none."""
-    return state.get("params", ()) if isinstance(state, Mapping) else getattr(state, "params", ())
+    params = _get(state, "params")
+    return () if params is None else params
 
 
 def with_step(state: Any, step: Any) -> Any:
@@ -211,23 +199,28 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
     Values that differ between replicas are averaged; sharded values stay sharded.
 
     Args:
-        state: A training state.
+        state: A training state, or another state with `params`, as an attribute or a key, such as the result of
+            `Checkpointer.restore(strategy, only=["params", "model_state"])`.
         eval_params: A function from the state of the optimizer and the parameters to the parameters for evaluation.
 
     Raises:
         ValueError: The state was donated.
-        TypeError: `state` is not a training state; `eval_params` does not accept the state of this optimizer, or its result has
+        TypeError: There are no `params`; `eval_params` does not accept the state of this optimizer, or its result has
             other leaves than the parameters.
     """
-    fields = evaluated_fields(state)
+    if _get(state, "params") is None:
+        raise TypeError(
+            "The state must have `params`, as an attribute or a key: pass a `jdist.TrainState`, or a dict such as "
+            f'{{"params": params, "model_state": variables}}; got {type(state).__name__}.'
+        )
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
     read = lambda node: node.read() if is_distributed(node) else node
-    values = jax.tree.map(read, (fields.params, fields.model_state), is_leaf=is_distributed)
+    values = jax.tree.map(read, (_get(state, "params"), _model_state(state)), is_leaf=is_distributed)
     variables = ModelVariables(*values)
     if eval_params is None:
         return variables
-    opt_state = jax.tree.map(read, fields.opt_state, is_leaf=is_distributed)
+    opt_state = jax.tree.map(read, _get(state, "opt_state"), is_leaf=is_distributed)
     try:
         params = eval_params(opt_state, variables.params)
     except (AttributeError, TypeError, LookupError) as error:

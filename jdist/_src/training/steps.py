@@ -1,25 +1,26 @@
 """The replica functions that a `Trainer` runs: the steps of training, evaluation and prediction."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import GetAttrKey
 
 from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce, num_replicas
-from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad
+from jdist._src.replica.finite import NonFinite, select
+from jdist._src.replica.gradients import Remat, pad_to_parts, value_and_grad
 from jdist._src.replica.losses import WeightedLosses, global_mean
 from jdist._src.replica.random import replica_key
-from jdist._src.training import finite_guard
+from jdist._src.strategies.base import Strategy
 from jdist._src.training.arguments import require_arguments
-from jdist._src.training.finite_guard import NonFinite
+from jdist._src.training.gradient_step import check_optimizer, gradient_step
 from jdist._src.training.metric_adapters import (
     MetricAdapter,
     PackedMetrics,
@@ -29,9 +30,8 @@ from jdist._src.training.metric_adapters import (
     pack_metrics,
     unpack_metrics,
 )
-from jdist._src.training.model_state import mean_over_replicas, update_model_state
+from jdist._src.training.model_state import mean_over_replicas
 from jdist._src.training.objectives import Objective, explained_data_errors, split_element
-from jdist._src.training.optimizer_update import check_optimizer, update_params
 from jdist._src.training.state import (
     ModelVariables,
     TrainState,
@@ -176,6 +176,12 @@ class StepFunctions:
         is_empty = totals["loss"].weight == 0
         return jax.tree.map(lambda x: jnp.where(is_empty, jnp.nan, x) if _is_float(x) else x, values)
 
+    def read_metrics(self, strategy: Strategy, metrics: PyTree) -> dict[str, Any]:
+        """Returns the values of packed metrics on the host: numbers, or numpy arrays."""
+        totals = jax.device_get(strategy.run(self.total_metrics, (metrics,)))
+        values = {name: totals[name] for name in ("loss", *self.metrics)}  # in the order of the user
+        return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
+
     # Error messages name the state and the batch after the parameters of the next functions.
     def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, jax.Array]:
         """Takes a training step. Returns the carry and the outcome, see `_outcome`."""
@@ -187,13 +193,13 @@ class StepFunctions:
             self.objective.precision.check_params(fields.params)
 
         def compute_losses(
-            params: PyTree, batch: PyTree, weights_part: Any, ids: jax.Array, model_state: PyTree = fields.model_state
+            params: PyTree, batch: PyTree, weights_part: Any, part: jax.Array, model_state: PyTree
         ) -> Any:
             result = self.objective(
                 params,
                 model_state,
                 batch,
-                jax.random.fold_in(key, ids[0]),
+                jax.random.fold_in(key, part[0]),
                 True,
                 weights_part,
                 element=element,
@@ -207,40 +213,34 @@ class StepFunctions:
                 )
             return result.losses, (result.metrics, result.model_state)
 
-        options: Any = {"micro_batches": self.micro_batches, "weights": weights, "remat": self.remat}
-        data = batch, weights, jnp.arange(len(jax.tree.leaves(batch)[0]))
-
-        def compute_totals(params: PyTree, model_state: PyTree, data: Any) -> tuple[Any, PyTree]:
-            losses = functools.partial(compute_losses, model_state=model_state)
-            totals, (metrics, model_state) = gradient_totals(losses, has_aux=True, **options)(params, *data)
-            return (totals._replace(params=()), metrics), model_state
-
-        # A line search of optax passes on all extra arguments that it does not use itself.
-        def value_fn(params: PyTree, obj_fn: Any = None, weight: Any = None) -> jax.Array:
-            return global_loss(lambda *args: compute_losses(*args)[0], **options)(params, *data)
-
-        (totals, metrics), model_state, varies = update_model_state(
-            compute_totals, fields.params, fields.model_state, data, weights, self.micro_batches
+        new = gradient_step(
+            self.optimizer,
+            compute_losses,
+            fields,
+            batch,
+            weights,
+            micro_batches=self.micro_batches,
+            remat=self.remat,
+            non_finite=self.non_finite,
+            has_failed=carry.has_failed,
+            num_weighted=_num_weighted(weights),
         )
-        if self.micro_batches > 1:
-            metrics = jax.tree.map(lambda x: x.sum(0), metrics)
-
-        loss, is_finite, params, opt_state, counts = update_params(
-            self.optimizer, self.non_finite, carry.has_failed, totals, fields, value_fn, _num_weighted(weights)
-        )
-        model_state = mean_over_replicas(model_state, varies, weights)
+        metrics = new.aux if self.micro_batches == 1 else jax.tree.map(lambda x: x.sum(0), new.aux)
+        model_state = mean_over_replicas(new.model_state, new.varies, weights)
         metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
+        is_finite = new.is_finite
         step, has_failed, is_taken = fields.step + 1, carry.has_failed, is_finite & ~carry.has_failed
         if self.non_finite != "keep":
             old = fields.model_state, carry.metrics
-            model_state, metrics = finite_guard.select(is_taken, (model_state, metrics), old)
+            model_state, metrics = select(is_taken, (model_state, metrics), old)
         if self.non_finite == "stop":
             # XLA's CPU runtime divides operations that are ready at the same time between threads, which takes longer than
             # small operations. After the barrier, the next two wait for the step number.
             step = lax.optimization_barrier(jnp.where(is_taken, step, fields.step))
             has_failed, is_finite = step == fields.step, step != fields.step
-        new_state = replace_fields(carry.state, step, params, opt_state, model_state)
-        return TrainCarry(new_state, metrics, has_failed), _outcome(loss, is_finite, *counts)
+        new_state = replace_fields(carry.state, step, new.params, new.opt_state, model_state)
+        outcome = _outcome(new.loss, is_finite, new.count, new.num_weighted)
+        return TrainCarry(new_state, metrics, has_failed), outcome
 
     def train_by_custom_step(
         self, state: TrainCarry, batch: PyTree, weights: Any = None
@@ -275,7 +275,7 @@ class StepFunctions:
         metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
         if self.non_finite != "keep":
             old, is_taken = (carry.state, carry.metrics), is_finite & ~has_failed
-            guarded_state, metrics = finite_guard.select(is_taken, (new_state, metrics), old)
+            guarded_state, metrics = select(is_taken, (new_state, metrics), old)
             if self.non_finite == "skip":
                 new_state = with_step(guarded_state, step_of(new_state))
             else:

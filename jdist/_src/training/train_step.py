@@ -10,15 +10,20 @@ import optax
 from jdist._src.core.nn_modules import is_nnx_module
 from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape
 from jdist._src.replica.context import all_reduce
-from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad
+from jdist._src.replica.gradients import Remat, pad_to_parts, value_and_grad
 from jdist._src.replica.losses import is_loss
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
 from jdist._src.strategies.current import step
 from jdist._src.strategies.late_bound_step import Step
-from jdist._src.training.loss_results import split_result, weighted_losses
-from jdist._src.training.optimizer_update import check_optimizer, update_params
-from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
+from jdist._src.training.gradient_step import check_optimizer, gradient_step
+from jdist._src.training.loss_functions import (
+    check_metric_weights,
+    is_metric,
+    optional_parameters,
+    split_result,
+    weighted_losses,
+)
 from jdist._src.training.state import TrainingState, replace_fields, state_fields
 
 StateT = TypeVar("StateT", bound=TrainingState)
@@ -114,7 +119,9 @@ def train_step(
         batch, weights = pad_to_parts(batch, weights, micro_batches)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step)) if "key" in receivers else None
 
-        def losses_and_aux(params: PyTree, batch: PyTree, weights_part: Any, part: jax.Array) -> tuple[Any, PyTree]:
+        def compute_losses(
+            params: PyTree, batch: PyTree, weights_part: Any, part: jax.Array, model_state: PyTree
+        ) -> Any:
             arguments = {"weights": weights_part, "key": None if key is None else jax.random.fold_in(key, part[0])}
             result = loss_fn(params, batch, **{receivers[name]: arguments[name] for name in receivers})
             losses, loss_weights, aux = split_result(result, takes_array_as_aux=True)
@@ -127,19 +134,14 @@ def train_step(
             check_metric_weights("loss_fn", aux, weights, receivers)
             if loss_weights is not None:
                 losses = weighted_losses("loss_fn", losses, loss_weights, weights_part)
-            return losses, aux
+            return losses, (aux, model_state)
 
-        options: Any = {"micro_batches": micro_batches, "weights": weights, "remat": remat}
-        data = batch, weights, jnp.arange(micro_batches)
-
-        # A line search of optax passes on all extra arguments that it does not use itself.
-        def value_fn(params: PyTree, obj_fn: Any = None, weight: Any = None) -> jax.Array:
-            return global_loss(lambda *args: losses_and_aux(*args)[0], **options)(params, *data)
-
-        totals, aux = gradient_totals(losses_and_aux, has_aux=True, **options)(fields.params, *data)
-        loss, _, params, opt_state, _ = update_params(optimizer, "keep", jnp.bool_(False), totals, fields, value_fn)
-        new_state = replace_fields(state, fields.step + 1, params, opt_state, fields.model_state)
-        return new_state, loss if aux is None else (loss, _total_metrics(aux, micro_batches))
+        without_model = fields._replace(model_state=None)
+        new = gradient_step(
+            optimizer, compute_losses, without_model, batch, weights, micro_batches=micro_batches, remat=remat
+        )
+        new_state = replace_fields(state, fields.step + 1, new.params, new.opt_state, fields.model_state)
+        return new_state, new.loss if new.aux is None else (new.loss, _total_metrics(new.aux, micro_batches))
 
     train_step.__qualname__ = "train_step"
     return step(  # pyright: ignore[reportReturnType]  # a `Step` with more general types

@@ -23,20 +23,21 @@ from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
 from jdist._src.execution.program import Program
 from jdist._src.execution.traced import Proof
+from jdist._src.replica.finite import NonFinite
 from jdist._src.replica.gradients import Remat
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.automatic import auto_strategy
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.current import get_strategy, has_strategy
 from jdist._src.training.arguments import (
+    Callbacks,
     check_alternatives,
     check_eval_params,
+    check_same_arguments,
     explain_keras_arguments,
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
-from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, html_table, name_of
-from jdist._src.training.host_arguments import Callbacks, check_same_arguments
 from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
 from jdist._src.training.metric_adapters import adapt_metrics
@@ -47,29 +48,24 @@ from jdist._src.training.progress.display_callback import Progress, ProgressKind
 from jdist._src.training.resume import (
     StartPoint,
     check_is_state,
-    describe_last_checkpoint,
-    restore_callback_states,
     start_point,
-    stateful_callbacks,
     total_steps,
 )
 from jdist._src.training.state import ModelVariables, TrainState, model_variables
 from jdist._src.training.step_inputs import (
     DrawnBatch,
     check_example_weights,
+    check_validate_every,
     distribute_epochs,
     distribute_one_pass,
     drawn_batches,
     step_groups,
-)
-from jdist._src.training.steps import StepFunctions, TrainCarry
-from jdist._src.training.validation import (
-    check_validate_every,
     validate_all,
     validation_metric_names,
     validation_name,
     validation_sets,
 )
+from jdist._src.training.steps import StepFunctions, TrainCarry
 from jdist._src.values.base import is_distributed
 
 
@@ -375,25 +371,19 @@ class Trainer:
         with _opened_displays(ordered_callbacks), contextlib.closing(iter(dataset)) as iterator:
             first_position = iterator.get_state()
             start, batches = self._start(iterator, dataset.has_weights, state, resume)
-            stateful = stateful_callbacks(ordered_callbacks)
-            if "callbacks" in start.resume_data:
-                restore_callback_states(stateful, start.resume_data["callbacks"])
             config = LoopConfig(
                 strategy=self.strategy,
+                functions=self._functions,
                 step=step,
-                read_metrics=self._read_metrics,
-                empty_metrics=lambda: self.strategy.init(self._functions.empty_metrics),
                 validate=validate_all(validation, lambda state, dataset: self._evaluate(state, dataset)[0]),
                 validate_every=check_validate_every(validate_every, bool(validation)),
                 callbacks=ordered_callbacks,
-                stateful_callbacks=stateful,
                 metric_names=["loss", *self._functions.metrics]
                 + validation_metric_names(validation, self._functions.metrics),
-                last_checkpoint=functools.partial(describe_last_checkpoint, ordered_callbacks, resume),
-                proof=lambda: self._proof(micro_batches, steps_per_call),
+                resume=resume,
+                read_proof=lambda: self._proof(micro_batches, steps_per_call),
                 total_steps=total_steps(dataset, start, steps),
                 requested_steps=steps,
-                non_finite=self._functions.non_finite,
             )
             for name, evaluated in validation.items():
                 self._check_evaluation(name, start.state, evaluated)
@@ -542,7 +532,7 @@ class Trainer:
             for batch in drawn_batches(iterator, dataset.has_weights):
                 metrics, _ = step(metrics, variables, *batch.inputs)
                 examples = batch.examples
-        return self._read_metrics(metrics), examples
+        return self._functions.read_metrics(self.strategy, metrics), examples
 
     def _check_evaluation(self, prefix: str, state: PyTree, dataset: DistributedDataset) -> None:
         """Traces the evaluation of a validation set, so that `fit` raises its errors before the first step."""
@@ -589,11 +579,6 @@ class Trainer:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
-
-    def _read_metrics(self, metrics: PyTree) -> dict[str, Any]:
-        totals = jax.device_get(self.strategy.run(self._functions.total_metrics, (metrics,)))
-        values = {name: totals[name] for name in ("loss", *self._functions.metrics)}  # in the order of the user
-        return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
 
 
 @contextlib.contextmanager
