@@ -87,17 +87,18 @@ def test_state_is_donated_and_further_calls_trace_nothing(place):
     assert len(traces) == after_first
 
 
-def test_state_that_is_not_proved_raises_in_a_scan_too(two):
-    many = two.step(lambda w, x: (w + x.sum(), None), steps_per_call=2)
+@pytest.mark.parametrize(
+    "fn, error, message",
+    [
+        (lambda w, x: (w + x.sum(), None), jdist.NotMirroredError, "state is not proved to be replicated"),
+        (lambda w, x: (jnp.stack([w, w]), None), TypeError, r"changes state from float32\[\] to float32\[2\]"),
+    ],
+    ids=["proof", "shape"],
+)
+def test_refused_state_raises_in_a_scan_too(fn, error, message, two):
     batch = two.put(jdist.PerReplica(np.ones((2, 4), np.float32)))
-    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be replicated"):
-        many(two.put(np.float32(0)), [batch, batch])
-
-
-def test_state_that_changes_its_shape_raises_in_a_scan_too(two):
-    many = two.step(lambda w: (jnp.stack([w, w]), None), steps_per_call=2)
-    with pytest.raises(TypeError, match=r"changes state from float32\[\] to float32\[2\]"):
-        many(two.put(np.float32(0)))
+    with pytest.raises(error, match=message):
+        two.step(fn, steps_per_call=2)(two.put(np.float32(0)), [batch, batch])
 
 
 def test_step_without_inputs_runs_steps_per_call_times(place):

@@ -91,26 +91,6 @@ def test_modules_train_as_in_plain_jax(strategy):
     assert not np.allclose(state["model"].norm.mean[...], 0)
 
 
-def test_proof_names_leaves_as_they_are_read(two):
-    def step(state, x):
-        return state, state.layers[0](x).mean()
-
-    step = two.step(step)
-    step(two.init(lambda: Net(nnx.Rngs(0))), two.split(X))
-    assert "state.layers[0].kernel" in step.proof.replicated and "state.norm.mean" in step.proof.replicated
-    assert step.proof.per_replica == ("output",)
-
-
-def test_error_names_the_variable_that_is_not_replicated(two):
-    def step(model, x, y):
-        grads = nnx.grad(loss_of)(model, x, y)
-        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
-        return model, None
-
-    with pytest.raises(jdist.NotMirroredError, match=r"^state\.layers\[0\]\.(bias|kernel) is not proved"):
-        two.step(step)(two.init(lambda: Net(nnx.Rngs(0))), *two.split((X, Y)))
-
-
 def test_step_may_return_a_new_module(two):
     def step(model, x):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -122,29 +102,26 @@ def test_step_may_return_a_new_module(two):
     np.testing.assert_allclose(new.layers[0].bias[...], before + X.sum() / 2, rtol=1e-5)
 
 
-def test_modules_in_containers(two):
-    def make():
-        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        return {"pair": (model, [nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)]), "count": jnp.int32(0)}
-
-    new, _ = two.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))(two.init(make))
-    assert int(new["count"]) == 1 and int(new["pair"][1][0].opt_state[0].count[...]) == 1
-    np.testing.assert_array_equal(new["pair"][0].bias[...], 1)
-
-
 # Donation and identity.
 
 
-def test_donated_modules_are_updated_in_place(two):
+def test_donated_modules_are_updated_in_place_by_one_trace(two):
+    traces = []
+
+    def counted(*args):
+        traces.append(1)
+        return train_step(*args)
+
     state = two.put(make_state())
     model, optimizer, kernel = state["model"], state["optimizer"], state["model"].layers[0].kernel
     old = kernel[...]
-    step = two.step(train_step)
-    for _ in range(2):
+    step = two.step(counted)
+    for _ in range(3):
         state, _ = step(state, *two.split((X, Y)))
     assert state["model"] is model and state["optimizer"] is optimizer and model.layers[0].kernel is kernel
     assert old.is_deleted() and not kernel[...].is_deleted()
-    assert int(optimizer.step[...]) == 2
+    assert int(optimizer.step[...]) == 3 and len(traces) == 1
+    assert "state['model'].layers[0].kernel" in step.proof.replicated
 
 
 def test_modules_of_a_step_without_donation_are_not_changed(two):
@@ -152,19 +129,6 @@ def test_modules_of_a_step_without_donation_are_not_changed(two):
     new, _ = two.step(donate=False)(add_one)(model)
     np.testing.assert_array_equal(model.layers[0].bias[...], 0)
     np.testing.assert_array_equal(new.layers[0].bias[...], 1)
-
-
-def test_step_is_traced_once(two):
-    traces = []
-
-    def step(model):
-        traces.append(1)
-        return add_one(model)
-
-    step, model = two.step(step), two.put(Net(nnx.Rngs(0)))
-    for _ in range(3):
-        model, _ = step(model)
-    assert len(traces) == 1
 
 
 def test_changes_on_the_host_between_steps_are_noticed(two):
@@ -263,24 +227,63 @@ def test_optimizer_that_contains_the_model(two):
     assert_close(state["model"], plain_steps(1)[0]["model"])
 
 
-# Changes that are not returned.
+# Steps that are refused.
 
 
-def test_change_of_the_state_that_is_not_returned_is_an_error(two):
-    def step(model, x):
-        old = nnx.clone(model)
-        model(x)
-        return old, None
+def local_gradients(model, x, y):
+    grads = nnx.grad(loss_of)(model, x, y)
+    nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+    return model, None
 
-    with pytest.raises(
-        ValueError, match=r"step changes state\.dropout\.rngs\.count, state\.norm\.mean.* in place, and returns a"
-    ):
-        two.step(step)(two.put(Net(nnx.Rngs(0), 0.5)), two.split(X))
+
+def returns_a_copy(model, x, y):
+    old = nnx.clone(model)
+    model(x)
+    return old, None
+
+
+def changes_the_mode(model, x, y):
+    model.eval()
+    return model, None
+
+
+def adds_a_variable(model, x, y):
+    model.new = nnx.Param(jnp.ones(2))
+    return model, None
+
+
+REFUSED = {
+    "proof": (local_gradients, jdist.NotMirroredError, r"^state\.layers\[0\]\.(bias|kernel) is not proved"),
+    "copy": (
+        returns_a_copy,
+        ValueError,
+        r"step changes state\.dropout\.rngs\.count, state\.norm\.mean.* in place, and returns a",
+    ),
+    "mode": (
+        changes_the_mode,
+        TypeError,
+        r"changes state\.dropout\.deterministic from False to True\. .*`model\.train\(\)`",
+    ),
+    "variable": (adds_a_variable, TypeError, r"structure of the state: state\.new is new"),
+}
+
+
+@pytest.mark.parametrize("fn, error, message", REFUSED.values(), ids=REFUSED)
+def test_error_of_a_refused_step_names_the_variable(fn, error, message, two):
+    with pytest.raises(error, match=message):
+        two.step(fn)(two.put(Net(nnx.Rngs(0), 0.5)), *two.split((X, Y)))
 
 
 def test_change_of_an_input_that_is_not_returned_is_an_error(two):
     with pytest.raises(ValueError, match=r"function changes teacher\.norm\.mean, .* in place, and does not return it"):
         two.step(lambda state, teacher, x: (state, teacher(x)))(two.put(1.0), two.put(Net(nnx.Rngs(0))), two.split(X))
+
+
+def test_donated_module_of_another_program_is_named(two):
+    model = two.put(Net(nnx.Rngs(0)))
+    model.layers[0].kernel[...].delete()
+    with pytest.raises(ValueError, match=r"state\.layers\[0\]\.kernel was donated"):
+        two.step(lambda model: (model, None))(model)
 
 
 def test_change_in_run_must_be_returned(two):
@@ -308,33 +311,6 @@ def test_change_in_run_must_be_returned(two):
     two.run(on_copy, (model, two.split(X)))
 
 
-def test_step_that_changes_the_mode_is_an_error(two):
-    def step(model):
-        model.eval()
-        return model, None
-
-    with pytest.raises(
-        TypeError, match=r"changes state\.dropout\.deterministic from False to True\. .*`model\.train\(\)`"
-    ):
-        two.step(step)(two.put(Net(nnx.Rngs(0))))
-
-
-def test_step_that_adds_a_variable_is_an_error(two):
-    def step(model):
-        model.new = nnx.Param(jnp.ones(2))
-        return model, None
-
-    with pytest.raises(TypeError, match=r"structure of the state: state\.new is new"):
-        two.step(step)(two.put(Net(nnx.Rngs(0))))
-
-
-def test_donated_module_of_another_program_is_named(two):
-    model = two.put(Net(nnx.Rngs(0)))
-    model.layers[0].kernel[...].delete()
-    with pytest.raises(ValueError, match=r"state\.layers\[0\]\.kernel was donated"):
-        two.step(lambda model: (model, None))(model)
-
-
 # Random numbers.
 
 
@@ -351,15 +327,6 @@ def test_replica_rngs_draw_other_masks_on_each_replica(two):
     assert not np.array_equal(*first.values) and not np.array_equal(first.values[0], second.values[0])
     np.testing.assert_array_equal(jax.random.key_data(model.dropout.rngs.key[...]), key)
     assert int(model.dropout.rngs.count[...]) == 2
-
-
-def test_replica_rngs_in_training_does_not_warn(two):
-    def step(model, x):
-        with jdist.replica_rngs(model):
-            return model, model.dropout(x).mean()
-
-    model, _ = two.step(step)(two.put(Net(nnx.Rngs(0), 0.5)), two.split(X))
-    assert int(model.dropout.rngs.count[...]) == 1
 
 
 def test_shared_masks_warn_of_replica_rngs(two):

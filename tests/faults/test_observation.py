@@ -116,44 +116,51 @@ def in_thread(work, function):
     return found
 
 
-def test_tracing_is_work(no_calls):
-    no_calls.running = Label("train", 1)  # a call of a program that traces it
-    observation = in_thread("traces a function", lambda: jax.jit(lambda x: (time.sleep(0.3), x)[1])(1.0))
-    assert observation is not None and observation.waits == []
+def trace(folder):
+    activity.calls.running = Label("train", 1)  # a call of a program that traces it
+    jax.jit(lambda x: (time.sleep(0.3), x)[1])(1.0)
 
 
-def test_compilation_is_work(no_calls):
+def compile_a_new_function(folder):
     def compute(x):
         for number in range(200):
             x = jnp.sin(x @ x) + number
         return x
 
-    # A new function each time, which JAX has not compiled yet.
-    compiles = lambda: jax.jit(lambda x: compute(x))(np.ones((4, 4), np.float32))
-    assert in_thread("compiles a program", compiles) is not None
+    jax.jit(lambda x: compute(x))(np.ones((4, 4), np.float32))
 
 
-def test_debugger_is_work(no_calls):
-    class Input(io.StringIO):
-        def readline(self, *args):
-            time.sleep(0.3)
-            return "continue\n"
-
-    def debug():
-        pdb.Pdb(stdin=Input(), stdout=io.StringIO(), nosigint=True).set_trace()
-
-    assert in_thread("is stopped in a debugger", debug) is not None
+class SlowInput(io.StringIO):
+    def readline(self, *args):
+        time.sleep(0.3)
+        return "continue\n"
 
 
-def test_write_of_a_checkpoint_is_work_and_a_barrier_of_it_is_not(no_calls, tmp_path):
+def debug(folder):
+    pdb.Pdb(stdin=SlowInput(), stdout=io.StringIO(), nosigint=True).set_trace()
+
+
+def save(folder):
     strategy = jdist.OneDeviceStrategy("cpu:0")
+    with jdist.Checkpointer(folder / "run") as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, strategy.put({"w": np.ones(3, np.float32)}))
 
-    def save():
-        with jdist.Checkpointer(tmp_path / "run") as checkpointer:
-            for step in range(3):
-                checkpointer.save(step, strategy.put({"w": np.ones(3, np.float32)}))
 
-    assert in_thread("reads or writes a checkpoint", save) is not None
+WORK = {
+    "traces a function": trace,
+    "compiles a program": compile_a_new_function,
+    "is stopped in a debugger": debug,
+    "reads or writes a checkpoint": save,
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_work_is_observed_while_it_is_done(work, no_calls, tmp_path):
+    observation = in_thread(work, lambda: WORK[work](tmp_path))
+    assert observation is not None
+    if work == "traces a function":
+        assert observation.waits == []
 
 
 def test_process_at_its_end_waits_without_a_time_limit(no_calls):

@@ -56,21 +56,16 @@ def test_previous_handler_is_restored(notice, received):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_handler_that_the_program_installs_later_stays(notice, received):
-    notice.start()
+def test_notice_can_be_started_again_and_a_handler_that_the_program_installs_later_stays(notice, received):
     later = lambda number, frame: None
-    signal.signal(signal.SIGTERM, later)
-    notice.close()
-    assert signal.getsignal(signal.SIGTERM) is later
-
-
-def test_notice_can_be_started_again(notice, received):
     for _ in range(2):
         notice.start()
         terminate()
         assert notice.is_agreed()
         notice.reset()
+        signal.signal(signal.SIGTERM, later)
         notice.close()
+        assert signal.getsignal(signal.SIGTERM) is later
     assert received == []
 
 

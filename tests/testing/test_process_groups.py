@@ -21,6 +21,7 @@ from jdist.testing import processes
 pytestmark = pytest.mark.processes
 
 THIS = __name__
+RESULT = f"{THIS}:result"
 
 
 # Functions of the processes.
@@ -134,20 +135,6 @@ def test_results_have_the_types_and_bits_of_the_process(pair, tmp_path):
     assert pair.run("os.path:basename", tmp_path / "file") == ["file"] * 2
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    {
-        "key": r"TypeError: result\[0\] is PRNGKeyArray, which cannot be sent to the test\. Return numbers, strings",
-        "object": r"TypeError: result\['a'\] is ndarray, which cannot be sent",
-        "integer key": r"TypeError: result is dict, which cannot be sent .* dicts with string keys",
-        "sharded": r"TypeError: result is a jax.Array float32\[4(@d)?\] with parts on other processes\. Return the parts of this",
-    }.items(),
-)
-def test_result_that_is_not_data_is_an_error(pair, name, message):
-    with pytest.raises(RuntimeError, match=message):
-        pair.run(f"{THIS}:result", name)
-
-
 def test_error_names_the_process_and_has_its_traceback_and_the_next_call_succeeds(pair):
     with pytest.raises(
         RuntimeError,
@@ -161,32 +148,37 @@ def test_error_names_the_process_and_has_its_traceback_and_the_next_call_succeed
     assert pair.run(f"{THIS}:total", 1) == [3, 3]
 
 
-def test_module_or_function_that_does_not_exist_is_an_error_of_the_processes(pair):
-    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'absent'"):
-        pair.run("absent:f")
-    with pytest.raises(RuntimeError, match="AttributeError: module 'os' has no attribute 'absent'"):
-        pair.run("os:absent")
+def start(*arguments, **options):
+    with processes(*arguments, **options):
+        pass
 
 
-def test_invalid_arguments_are_errors_before_the_call(pair):
-    for function in ("os", "os:", ":getpid", "tests/steps.py:f"):
-        with pytest.raises(ValueError, match=f'`function` must be "module:function", got {function!r}'):
-            pair.run(function)
-    with pytest.raises(
-        TypeError, match=r"Argument 1 of `a:b` cannot be represented as JSON: .*not ndarray.* Pass numbers"
-    ):
-        pair.run("a:b", 1, np.ones(1))
-    with pytest.raises(ValueError, match="`timeout` must be a positive number of seconds, got 0"):
-        pair.run("os:getpid", timeout=0)
-    with pytest.raises(ValueError, match=r"`index` must be in \[0, 2\), the processes that were started; got 2"):
-        pair.stop(2)
-    for arguments, options, message in [
-        ((0,), {}, "`count` must be an integer >= 1, got 0"),
-        ((2,), {"devices_per_process": 0}, "`devices_per_process` must be an integer >= 1, got 0"),
-        ((2,), {"timeout": -1}, "`timeout` must be a positive number of seconds, got -1"),
-    ]:
-        with pytest.raises(ValueError, match=message), processes(*arguments, **options):
-            pass
+NOT_SENT = ", which cannot be sent"
+ERRORS = {
+    "key": (lambda pair: pair.run(RESULT, "key"), RuntimeError, rf"TypeError: result\[0\] is PRNGKeyArray{NOT_SENT} to the test\. Return numbers, strings"),
+    "object": (lambda pair: pair.run(RESULT, "object"), RuntimeError, rf"TypeError: result\['a'\] is ndarray{NOT_SENT}"),
+    "integer key": (lambda pair: pair.run(RESULT, "integer key"), RuntimeError, rf"TypeError: result is dict{NOT_SENT} .* dicts with string keys"),
+    "sharded": (lambda pair: pair.run(RESULT, "sharded"), RuntimeError, r"TypeError: result is a jax.Array float32\[4(@d)?\] with parts on other processes\. Return the parts of this"),
+    "module": (lambda pair: pair.run("absent:f"), RuntimeError, "ModuleNotFoundError: No module named 'absent'"),
+    "name": (lambda pair: pair.run("os:absent"), RuntimeError, "AttributeError: module 'os' has no attribute 'absent'"),
+    "no name": (lambda pair: pair.run("os"), ValueError, '`function` must be "module:function", got \'os\''),
+    "empty name": (lambda pair: pair.run("os:"), ValueError, '`function` must be "module:function", got \'os:\''),
+    "no module": (lambda pair: pair.run(":getpid"), ValueError, '`function` must be "module:function", got \':getpid\''),
+    "path": (lambda pair: pair.run("tests/steps.py:f"), ValueError, '`function` must be "module:function", got \'tests/steps.py:f\''),
+    "argument": (lambda pair: pair.run("a:b", 1, np.ones(1)), TypeError, r"Argument 1 of `a:b` cannot be represented as JSON: .*not ndarray.* Pass numbers"),
+    "timeout of a call": (lambda pair: pair.run("os:getpid", timeout=0), ValueError, "`timeout` must be a positive number of seconds, got 0"),
+    "index": (lambda pair: pair.stop(2), ValueError, r"`index` must be in \[0, 2\), the processes that were started; got 2"),
+    "count": (lambda pair: start(0), ValueError, "`count` must be an integer >= 1, got 0"),
+    "devices": (lambda pair: start(2, devices_per_process=0), ValueError, "`devices_per_process` must be an integer >= 1, got 0"),
+    "timeout": (lambda pair: start(2, timeout=-1), ValueError, "`timeout` must be a positive number of seconds, got -1"),
+    "start": (lambda pair: start(1, timeout=0.01), TimeoutError, r"the start of the process did not return within 0\.01 seconds on process 0 of 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, error, message", ERRORS.values(), ids=ERRORS)
+def test_call_with_wrong_arguments_or_results_is_an_error(call, error, message, pair):
+    with pytest.raises(error, match=message):
+        call(pair)
 
 
 def test_stopped_process_is_not_called_until_it_is_resumed(pair):
@@ -274,12 +266,6 @@ def test_process_that_raises_ends_a_process_that_waits_for_it():
     message = r"(.*\n)+ValueError: before the collective\n(.*\n)*.*had not returned on process 0 10 seconds after the error on process 1"
     with processes(2) as pair, pytest.raises(RuntimeError, match=message):
         pair.run(f"{THIS}:fail_or_wait")
-
-
-def test_processes_that_do_not_start_in_time_are_an_error():
-    message = r"the start of the process did not return within 0\.01 seconds on process 0 of 1"
-    with pytest.raises(TimeoutError, match=message), processes(1, timeout=0.01):
-        pass
 
 
 @pytest.mark.slow

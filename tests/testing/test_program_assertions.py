@@ -64,15 +64,6 @@ def test_a_missing_all_reduce_is_found_by_the_proof(two):
         testing.assert_same_as_one_device(lambda: jnp.zeros(()), step, BATCHES, strategy=two)
 
 
-def test_arguments_of_same_as_one_device_are_checked(two):
-    with pytest.raises(
-        TypeError, match=r"`step` must be a function `\(state, \*inputs\) -> \(state, outputs\)`, got int"
-    ):
-        testing.assert_same_as_one_device(make_state, 3, BATCHES)
-    with pytest.raises(ValueError, match="`batches` is empty. Pass at least one global batch."):
-        testing.assert_same_as_one_device(make_state, train_step, [], strategy=two)
-
-
 def test_collectives_of_steps_functions_jitted_and_compiled_programs(two):
     step = two.step(train_step)
     state, batch = two.init(make_state), two.split(BATCHES[0])
@@ -107,16 +98,21 @@ def test_collectives_in_loops_are_counted_per_execution(two):
             testing.assert_collectives(lambda s, x: (in_while(s), x), {"all-reduce": 3}, np.float32(1), np.float32(1))
 
 
-def test_arguments_of_collectives_are_checked(two):
-    with pytest.raises(ValueError, match="Unknown collective 'allreduce'; the kinds are 'all-reduce', 'all-gather'"):
-        testing.assert_collectives(train_step, {"allreduce": 1})
-    with pytest.raises(ValueError, match=r"`expected\['all-reduce'\]` must be an integer >= 0, got -1"):
-        testing.assert_collectives(train_step, {"all-reduce": -1})
-    with pytest.raises(TypeError, match="compiles a step for its arguments; got function with 0 arguments"):
-        testing.assert_collectives(train_step, {"all-reduce": 1})
-    compiled = jax.jit(jnp.sin).lower(1.0).compile()
-    with pytest.raises(TypeError, match="A compiled program has its shapes already"):
-        testing.assert_collectives(compiled, {}, 1.0)
+same, collectives = testing.assert_same_as_one_device, testing.assert_collectives
+WRONG_ARGUMENTS = {
+    "step": (lambda: same(make_state, 3, BATCHES), TypeError, r"`step` must be a function `\(state, \*inputs\) -> \(state, outputs\)`, got int"),
+    "batches": (lambda: same(make_state, train_step, []), ValueError, "`batches` is empty. Pass at least one global batch."),
+    "kind": (lambda: collectives(train_step, {"allreduce": 1}), ValueError, "Unknown collective 'allreduce'; the kinds are 'all-reduce', 'all-gather'"),
+    "number": (lambda: collectives(train_step, {"all-reduce": -1}), ValueError, r"`expected\['all-reduce'\]` must be an integer >= 0, got -1"),
+    "function": (lambda: collectives(train_step, {"all-reduce": 1}), TypeError, "compiles a step for its arguments; got function with 0 arguments"),
+    "compiled": (lambda: collectives(jax.jit(jnp.sin).lower(1.0).compile(), {}, 1.0), TypeError, "A compiled program has its shapes already"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, error, message", WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_wrong_arguments_are_refused(call, error, message, two):
+    with two.scope(), pytest.raises(error, match=message):
+        call()
 
 
 def test_a_loop_over_placed_batches_makes_no_transfer(two):
