@@ -253,25 +253,27 @@ def adds_a_variable(model, x, y):
 
 
 REFUSED = {
-    "proof": (local_gradients, jdist.NotMirroredError, r"^state\.layers\[0\]\.(bias|kernel) is not proved"),
+    "proof": (local_gradients, 0.0, jdist.NotMirroredError, r"^state\.layers\[0\]\.(bias|kernel) is not proved"),
     "copy": (
         returns_a_copy,
+        0.5,
         ValueError,
         r"step changes state\.dropout\.rngs\.count, state\.norm\.mean.* in place, and returns a",
     ),
     "mode": (
         changes_the_mode,
+        0.0,
         TypeError,
         r"changes state\.dropout\.deterministic from False to True\. .*`model\.train\(\)`",
     ),
-    "variable": (adds_a_variable, TypeError, r"structure of the state: state\.new is new"),
+    "variable": (adds_a_variable, 0.0, TypeError, r"structure of the state: state\.new is new"),
 }
 
 
-@pytest.mark.parametrize("fn, error, message", REFUSED.values(), ids=REFUSED)
-def test_error_of_a_refused_step_names_the_variable(fn, error, message, two):
+@pytest.mark.parametrize("fn, rate, error, message", REFUSED.values(), ids=REFUSED)
+def test_error_of_a_refused_step_names_the_variable(fn, rate, error, message, two):
     with pytest.raises(error, match=message):
-        two.step(fn)(two.put(Net(nnx.Rngs(0), 0.5)), *two.split((X, Y)))
+        two.step(fn)(two.put(Net(nnx.Rngs(0), rate)), *two.split((X, Y)))
 
 
 def test_change_of_an_input_that_is_not_returned_is_an_error(two):
