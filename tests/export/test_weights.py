@@ -21,7 +21,7 @@ from jdist import weights
 from jdist._src.export import tensor_files
 from jdist._src.export import weights as weight_files
 
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DTYPES = [np.dtype(dtype) for dtype in tensor_files.DTYPES.values()]
@@ -70,6 +70,14 @@ def test_saved_tree_is_loaded_bit_for_bit(tree, tmp_path_factory):
     weights.save(path, tree)
     assert_same_bits(weights.load(path, like=tree), tree)
     assert_same_bits(weight_files.leaves_by_name(weights.load(path)), weight_files.leaves_by_name(tree))
+
+
+@each_row("dtype", DTYPES)
+def test_every_dtype_of_safetensors_is_loaded_bit_for_bit(dtype, tmp_path):
+    bits = np.arange(256, dtype=np.uint8)
+    array = (bits % 2).view(np.bool_) if dtype == np.bool_ else bits.view(dtype)
+    weights.save(tmp_path / "w", [array])
+    assert_same_bits(weights.load(tmp_path / "w", like=[array]), [array])
 
 
 @pytest.mark.parametrize(
