@@ -6,8 +6,7 @@ the same on a GPU), and jax 0.12 ends the process 60 seconds later.
 """
 
 import functools
-import operator
-import threading
+import itertools
 from typing import Any
 
 import jax
@@ -18,15 +17,10 @@ from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.dispatch import record_call, wait_for_previous
 from jdist._src.execution.compiled_function import CompiledFunction, ResultStructure
-from jdist._src.execution.interrupts import is_donated
-from jdist._src.execution.packed_state import PackedState
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results
 from jdist._src.values.arrays import is_device_array
 from jdist._src.values.base import named_values
-
-_IS_DELETED = operator.methodcaller("is_deleted")
-_IS_COMMITTED = operator.attrgetter("committed")
 
 
 class OneAtATime(Stage):
@@ -47,87 +41,45 @@ class OneAtATime(Stage):
 
 
 class DonatedMemory(Stage):
-    """Checks the memory of the state that a call donates.
+    """Checks the memory of the state that a call donates, unless a call of a program has just returned this state.
 
-    Mutable: it remembers the state that the last call returned, whose memory needs fewer checks.
+    Mutable: it remembers the leaves of the state that its last call returned, and the class those of the last call of any
+    program.
 
     Args:
-        checks_every_call: Whether every state is checked, and not only one that JAX would not refuse safely.
+        checks_every_call: Whether every call looks for memory that was donated before, which else JAX refuses.
     """
+
+    _last_leaves: frozenset[int] = frozenset()  # the identities of the leaves
 
     def __init__(self, checks_every_call: bool = False):
         self._checks_every_call = checks_every_call or jax_compat.CRASHES_ON_DONATED_MEMORY
-        self._is_first_call = True
-        self._accepts_unplaced_state = False  # whether JAX has copied an array of a state to the devices
-        self._returned_state = 0  # the identity of the state that the last call returned
+        self._returned_leaves: frozenset[int] = frozenset()
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
         """See `Stage`."""
         compiled.on_results.append(self._note_returned_state)
-        compiled.on_new_signature.append(self._note_unplaced_state)
 
         def call_checked(args: Arguments) -> Results:
             if not args:
                 return call(args)
-            if self._is_first_call:
+            if not self._is_returned_state(args):
                 check_donated_state(args[0], args[1:])
-            elif self._checks_every_call or (
-                self._accepts_unplaced_state and _identity(args[0]) != self._returned_state
-            ):
-                self._check_memory(args)
-            _launching.call = threading.get_ident(), args
-            try:
-                return call(args)
-            finally:
-                _launching.call = None
+            return call(args)
 
         return call_checked
 
     def _note_returned_state(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
-        self._is_first_call, self._returned_state = False, _identity(pair[0])
+        DonatedMemory._last_leaves = self._returned_leaves = frozenset(map(id, leaves[: structure.num_state]))
 
-    def _note_unplaced_state(self, args: Arguments) -> None:
-        self._accepts_unplaced_state |= not all(map(_is_placed, jax.tree.leaves(args[0])))
-
-    def _check_memory(self, args: Arguments) -> None:
-        """Raises ValueError if memory of the state was donated before, or would be donated twice."""
+    def _is_returned_state(self, args: Arguments) -> bool:
+        """Whether each leaf of the state is a result of the last call, and so has its own memory, and is not an input."""
         state, inputs = jax.tree.leaves(args[:1]), jax.tree.leaves(args[1:])
-        try:
-            ids = set(map(id, state))
-            is_valid = len(ids) == len(state) and ids.isdisjoint(map(id, inputs))  # an input may occur several times
-            is_valid = is_valid and not any(map(_IS_DELETED, state)) and not any(map(_IS_DELETED, inputs))
-            if is_valid and self._accepts_unplaced_state and _identity(args[0]) != self._returned_state:
-                is_valid = all(map(_IS_COMMITTED, state))
-        except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
-            is_valid = False
-        if not is_valid:
-            check_donated_state(args[0], args[1:])
-
-
-class _Launching:
-    """The thread that launches a program on several CPU devices, and the arguments, of which it donates the first one."""
-
-    call: tuple[int, Arguments] | None = None  # an attribute of `threading.local` takes longer
-
-
-_launching = _Launching()
-
-
-def _check_compiled_call(event: str, *_: Any, **__: Any) -> None:
-    """Checks the arguments of the program that JAX compiles.
-
-    A call of a signature that is compiled costs nothing more.
-    """
-    call = _launching.call
-    if call is None or call[0] != threading.get_ident() or not event.startswith("/jax/core/compile/"):
-        return
-    args = call[1]
-    if not jax_compat.is_tracing() and not is_donated(args):  # else a callback of the launched program compiles
-        _launching.call = None
-        check_donated_state(args[0], args[1:])
-
-
-jax.monitoring.register_event_duration_secs_listener(_check_compiled_call)
+        ids = set(map(id, state))
+        is_returned = ids <= self._returned_leaves or (self._returned_leaves and ids <= self._last_leaves)
+        if not is_returned or len(ids) < len(state) or not ids.isdisjoint(map(id, inputs)):
+            return False
+        return not self._checks_every_call or not any(map(_is_deleted, itertools.chain(state, inputs)))
 
 
 def check_donated_state(state: PyTree, inputs: Arguments) -> None:
@@ -165,14 +117,8 @@ def _check_shared_memory(arrays: list[tuple[str, jax.Array]], inputs: list[tuple
                 raise ValueError(f"{owners[memory][0]} has the same memory as {name}, an input, and {_DONATED_ONCE}")
 
 
-def _identity(state: PyTree) -> int:
-    """Returns the `id` of a state; of a packed state, which each call makes again, that of its first value."""
-    return id(state.values[0] if isinstance(state, PackedState) and state.values else state)
-
-
-def _is_placed(leaf: Any) -> bool:
-    """Whether `leaf` is not an array that JAX copies to the devices of the program, where it donates the copies."""
-    return not is_device_array(leaf) or leaf.committed
+def _is_deleted(leaf: Any) -> bool:
+    return is_device_array(leaf) and leaf.is_deleted()
 
 
 def _blocks(array: jax.Array) -> list[tuple[tuple[Any, int], jax.Array]]:
