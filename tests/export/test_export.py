@@ -155,7 +155,6 @@ def test_loaded_function_equals_apply_for_any_batch(model, size, exported):
 
 @pytest.mark.parametrize("model, size", [("perceptron", 7), *sized("convolutions", 1, 64), *sized("transformer", 2, 7)])
 @pytest.mark.parametrize("name", RUNS_ON)
-@pytest.mark.one_in(3)
 def test_loaded_function_equals_apply_under_every_strategy(name, model, size, exported):
     path, apply, state, inputs = exported(model)
     strategy, loaded = RUNS_ON[name](), load(path)

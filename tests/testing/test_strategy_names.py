@@ -76,9 +76,7 @@ def test_strategy_is_current_and_passed_beside_other_arguments(x, tmp_path, stra
     seen.append((type(strategy).__name__, strategy.num_replicas_in_sync))
 
 
-def test_each_strategy_ran_once(pytestconfig):
-    if pytestconfig.getoption("first_case"):
-        pytest.skip("The cases of the test above did not all run.")
+def test_each_strategy_ran_once():
     assert seen == [("OneDeviceStrategy", 1), ("MirroredStrategy", 2), ("MirroredStrategy", 4)]
     assert not jdist.has_strategy()
 
