@@ -17,6 +17,7 @@ from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.dispatch import record_call, wait_for_previous
 from jdist._src.execution.compiled_function import CompiledFunction, ResultStructure
+from jdist._src.execution.packed_state import PackedState
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results
 from jdist._src.values.arrays import is_device_array
@@ -43,17 +44,19 @@ class OneAtATime(Stage):
 class DonatedMemory(Stage):
     """Checks the memory of the state that a call donates, unless a call of a program has just returned this state.
 
-    Mutable: it remembers the leaves of the state that its last call returned, and the class those of the last call of any
-    program.
+    Mutable: it remembers which state its last call returned. From the first state in another container on, as in
+    `step((params, opt_state), batch)`, it also remembers the leaves, and the class those of the last call of any program.
 
     Args:
         checks_every_call: Whether every call looks for memory that was donated before, which else JAX refuses.
     """
 
-    _last_leaves: frozenset[int] = frozenset()  # the identities of the leaves
+    _records_leaves = False
+    _last_leaves: frozenset[int] = frozenset()
 
     def __init__(self, checks_every_call: bool = False):
         self._checks_every_call = checks_every_call or jax_compat.CRASHES_ON_DONATED_MEMORY
+        self._returned_state: tuple[int, int] | None = None
         self._returned_leaves: frozenset[int] = frozenset()
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
@@ -61,25 +64,42 @@ class DonatedMemory(Stage):
         compiled.on_results.append(self._note_returned_state)
 
         def call_checked(args: Arguments) -> Results:
-            if not args:
-                return call(args)
-            if not self._is_returned_state(args):
+            is_returned = bool(args) and _addresses(args[0]) == self._returned_state
+            if args and not (is_returned and not self._checks_every_call) and not self._is_valid(args, is_returned):
                 check_donated_state(args[0], args[1:])
             return call(args)
 
         return call_checked
 
     def _note_returned_state(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
-        DonatedMemory._last_leaves = self._returned_leaves = frozenset(map(id, leaves[: structure.num_state]))
+        self._returned_state = _addresses(pair[0])
+        if self._records_leaves:
+            DonatedMemory._last_leaves = self._returned_leaves = frozenset(map(_address, leaves[: structure.num_state]))
 
-    def _is_returned_state(self, args: Arguments) -> bool:
-        """Whether each leaf of the state is a result of the last call, and so has its own memory, and is not an input."""
+    def _is_valid(self, args: Arguments, is_returned: bool) -> bool:
+        """Whether the leaves of the state are results of the last call, so that each has its own memory, and are not inputs."""
+        if self._returned_state is None:
+            return False
         state, inputs = jax.tree.leaves(args[:1]), jax.tree.leaves(args[1:])
-        ids = set(map(id, state))
-        is_returned = ids <= self._returned_leaves or (self._returned_leaves and ids <= self._last_leaves)
-        if not is_returned or len(ids) < len(state) or not ids.isdisjoint(map(id, inputs)):
+        leaves = frozenset(map(_address, state))
+        if not is_returned:
+            DonatedMemory._records_leaves = True
+            is_returned = leaves <= self._returned_leaves or leaves <= self._last_leaves
+        if not is_returned or len(leaves) < len(state) or not leaves.isdisjoint(map(_address, inputs)):
             return False
         return not self._checks_every_call or not any(map(_is_deleted, itertools.chain(state, inputs)))
+
+
+_address = object.__hash__  # `id` raises an audit event, which takes a microsecond where a hook is installed
+
+
+def _addresses(state: PyTree) -> tuple[int, int]:
+    """Returns the addresses of a state and of a child. One alone is used again soon after the caller has dropped the state."""
+    if isinstance(state, PackedState):  # made for each call
+        state = state.values
+        return (_address(state[0]), _address(state[-1])) if state else (0, 0)
+    child = next(iter(state.values()), None) if type(state) is dict else None
+    return _address(state), _address(state[0] if type(state) in (tuple, list) and state else child)
 
 
 def check_donated_state(state: PyTree, inputs: Arguments) -> None:
