@@ -7,6 +7,7 @@ the same on a GPU), and jax 0.12 ends the process 60 seconds later.
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,12 +53,12 @@ class DonatedMemory(Stage):
     """
 
     _records_leaves = False
-    _last_leaves: frozenset[int] = frozenset()
+    _last_leaves: Sequence[int] = ()
 
     def __init__(self, checks_every_call: bool = False):
         self._checks_every_call = checks_every_call or jax_compat.CRASHES_ON_DONATED_MEMORY
         self._returned_state: tuple[int, int] | None = None
-        self._returned_leaves: frozenset[int] = frozenset()
+        self._returned_leaves: Sequence[int] = ()
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
         """See `Stage`."""
@@ -74,18 +75,19 @@ class DonatedMemory(Stage):
     def _note_returned_state(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
         self._returned_state = _addresses(pair[0])
         if self._records_leaves:
-            DonatedMemory._last_leaves = self._returned_leaves = frozenset(map(_address, leaves[: structure.num_state]))
+            DonatedMemory._last_leaves = self._returned_leaves = list(map(_address, leaves[: structure.num_state]))
 
     def _is_valid(self, args: Arguments, is_returned: bool) -> bool:
         """Whether the leaves of the state are results of the last call, so that each has its own memory, and are not inputs."""
         if self._returned_state is None:
             return False
         state, inputs = jax.tree.leaves(args[:1]), jax.tree.leaves(args[1:])
-        leaves = frozenset(map(_address, state))
+        leaves = list(map(_address, state))
         if not is_returned:
             DonatedMemory._records_leaves = True
-            is_returned = leaves <= self._returned_leaves or leaves <= self._last_leaves
-        if not is_returned or len(leaves) < len(state) or not leaves.isdisjoint(map(_address, inputs)):
+            if leaves not in (self._returned_leaves, self._last_leaves):
+                return False
+        if len(set(leaves)) < len(state) or any(map(leaves.__contains__, map(_address, inputs))):
             return False
         return not self._checks_every_call or not any(map(_is_deleted, itertools.chain(state, inputs)))
 
