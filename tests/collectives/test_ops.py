@@ -10,7 +10,9 @@ from jax import lax
 import jdist
 from jdist import ReduceOp
 
-from laws import STRATEGIES, assert_in_step, each_row, rows
+from laws import STRATEGIES, assert_in_step, each_row, fixture_of_all_backends, rows
+
+strategy = fixture_of_all_backends()
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
@@ -114,7 +116,7 @@ def test_reduce_scatter_of_an_empty_leaf_is_empty(strategy):
     scatter = lambda x: [jnp.shape(jdist.reduce_scatter("sum", x, axis=axis)) for axis in (0, 1)]
     shapes = []
     strategy.run(lambda x: shapes.append(scatter(x)), (rows(strategy, 0, 2 * n),))
-    assert shapes == [[(0, 2 * n), (0, 2)]]
+    assert shapes[-1] == [(0, 2 * n), (0, 2)]
 
 
 def test_gradient_through_reduce_scatter_is_a_gather(two):

@@ -14,7 +14,9 @@ from flax import nnx, struct
 import jdist
 from jdist._src.execution.state_stages import strongly_typed
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, fixture_of_all_backends, rows
+
+strategy = fixture_of_all_backends()
 
 
 @jax.tree_util.register_dataclass

@@ -30,6 +30,17 @@ STRATEGIES = {
 BACKENDS = ["mirrored_3", "sharded_4", "central_2"]
 
 
+def fixture_of_all_backends():
+    """Returns the fixture `strategy` for a module of laws of values: also with the backend that docs/extend.md shows."""
+    strategies = {**{name: STRATEGIES[name] for name in BACKENDS}, "debug_2": lambda: testing.DebugStrategy(2)}
+
+    @pytest.fixture(params=strategies)
+    def strategy(request):
+        return strategies[request.param]()
+
+    return strategy
+
+
 class StateKind(NamedTuple):
     """A state of the kind that people train, and a step that trains it.
 

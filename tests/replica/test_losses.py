@@ -10,7 +10,9 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES
+from laws import STRATEGIES, fixture_of_all_backends
+
+strategy = fixture_of_all_backends()
 
 WIDTH = 12
 SPLITS = {n: jdist.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 4)}

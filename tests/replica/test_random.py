@@ -9,7 +9,9 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step
+from laws import STRATEGIES, assert_in_step, fixture_of_all_backends
+
+strategy = fixture_of_all_backends()
 
 KEYS = {
     "typed": lambda: jax.random.key(7),
