@@ -63,9 +63,9 @@ def test_restart_reads_all_programs_from_the_cache_except_for_incomplete_entries
     assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]  # the cache is removed
 
 
-def test_cache_is_not_used_if_the_user_has_chosen_one_or_the_processes_run_elsewhere():
-    for environ, is_local in (({"JAX_COMPILATION_CACHE_DIR": "/cache"}, True), ({}, False)):
-        with compilation_cache(environ, is_local) as cache:
+def test_cache_is_not_used_if_the_user_has_chosen_one_or_the_processes_do_not_start_again():
+    for environ, has_restarts in (({"JAX_COMPILATION_CACHE_DIR": "/cache"}, True), ({}, False)):
+        with compilation_cache(environ, has_restarts) as cache:
             assert cache.variables(0) == {}
             cache.remove_incomplete_entries()
     with compilation_cache({}, True) as cache:

@@ -21,7 +21,7 @@ DEFAULT_JOIN_SECONDS = 600.0
 
 
 class Elastic(NamedTuple):
-    """The value of `--elastic`: the smallest and the largest number of processes over all machines."""
+    """The value of `--elastic`: the smallest and the largest number of processes."""
 
     minimum: int
     maximum: int
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--elastic",
         type=_elastic,
         metavar="MIN:MAX",
-        help="in place of -n: from MIN to MAX processes, over all machines. The job continues with fewer processes after a "
+        help="in place of -n: from MIN to MAX processes. The job continues with fewer processes after a "
         "failure, and with more when they can run again, by a restart of all",
     )
     add(
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--coordinator",
         type=_address,
         metavar="HOST:PORT",
-        help="address of machine 0, and a free port there; with restarts, the next port must be free, too",
+        help="address of machine 0, and a free port there",
     )
     add(
         "--max-restarts",
@@ -72,21 +72,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--answer-timeout",
         type=_positive_seconds,
         metavar="SECONDS",
-        help="with restarts: a process that does not answer for this time is killed, and a machine is lost "
+        help="with restarts: a process that does not answer for this time is killed "
         f"(default: {DEFAULT_ANSWER_SECONDS:g})",
     )
     add(
         "--rejoin-after",
         type=_seconds,
         metavar="SECONDS",
-        help="with --elastic: time after which a process is started again in place of one that failed, and on a machine that "
-        f"has connected (default: {DEFAULT_REJOIN_SECONDS:g})",
+        help="with --elastic: time after which a process is started again in place of one that failed, and on a node that "
+        f"was added to the Ray cluster (default: {DEFAULT_REJOIN_SECONDS:g})",
     )
     add(
         "--join-timeout",
         type=_seconds,
         metavar="SECONDS",
-        help=f"with restarts and --nodes: time in which machines must connect (default: {DEFAULT_JOIN_SECONDS:g})",
+        help="with restarts and --engine ray: time in which nodes must be added to the cluster, if too few are left "
+        f"(default: {DEFAULT_JOIN_SECONDS:g})",
     )
     add(
         "--grace",
@@ -133,26 +134,20 @@ def check_restarts(arguments: argparse.Namespace) -> None:
         "--rejoin-after": (arguments.rejoin_after, arguments.elastic is not None, "--elastic"),
         "--join-timeout": (
             arguments.join_timeout,
-            has_restarts(arguments) and arguments.nodes is not None,
-            "--nodes, and --max-restarts or --elastic",
+            has_restarts(arguments) and arguments.engine == "ray",
+            "--engine ray, and --max-restarts or --elastic",
         ),
     }
     for option, (value, is_used, needed) in requirements.items():
         if value is not None and not is_used:
             raise ValueError(f"{option} has no effect without {needed}. Add {needed}, or remove {option}.")
-    machines = arguments.nodes or 1
-    if arguments.elastic is not None and arguments.engine == "ray":
-        raise ValueError("--elastic does not start processes on a Ray cluster. Pass -n and --max-restarts.")
-    if arguments.elastic is not None and arguments.elastic.maximum % machines:
-        most = arguments.elastic.maximum
+    if has_restarts(arguments) and arguments.nodes is not None and arguments.nodes > 1:
+        option = "--elastic" if arguments.elastic is not None else "--max-restarts"
         raise ValueError(
-            f"--elastic {arguments.elastic.minimum}:{most} with --nodes {machines}: each machine runs MAX / M processes, but "
-            f"{most} is not a multiple of {machines}. Change one of them."
-        )
-    if has_restarts(arguments) and arguments.coordinator and arguments.coordinator.endswith(":65535"):
-        raise ValueError(
-            f"--coordinator {arguments.coordinator}: the launchers connect to each other at the next port, but 65535 is the "
-            "last one. Pass a smaller port."
+            f"{option} with --nodes {arguments.nodes}: the launchers of several machines do not restart each other's "
+            "processes. Use a Ray cluster (--engine ray instead of --nodes, --node-rank and --coordinator), or remove "
+            f"{option} and let the scheduler restart the job, as `sbatch --requeue` of Slurm or `failurePolicy.maxRestarts` of "
+            "a Kubernetes JobSet."
         )
 
 

@@ -2,6 +2,6 @@
 
 Read `attempt` first: it runs all processes once and returns how each of them ended. `end_rules` ends them after a failure or a
 signal. `child` is the program of each process, and `guard` the program that ends the processes if the launcher is killed.
-`ray_engine` starts the processes on a Ray cluster. For restarts, `job` decides when the processes of all machines start and
-end, `supervisor` runs the attempts of a machine, and `control` connects the machines. No module of this package imports JAX.
+`ray_engine` starts the processes on a Ray cluster, and `job` starts them again after a failure. No module of this package
+imports JAX.
 """

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jdist._src.launch import child
 from jdist._src.launch.answers import AnswerTimes, StoppedProcesses
@@ -19,7 +19,7 @@ from jdist._src.launch.child_processes import (
     send_signal,
     start_child,
 )
-from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, RulesLink, RunningProcess
+from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, RunningProcess
 from jdist._src.launch.notices import parse_notices
 from jdist._src.launch.output import Console, PrefixedLines
 from jdist._src.launch.signals import ReceivedSignals
@@ -45,18 +45,6 @@ class Program(NamedTuple):
     arguments: Sequence[str]
 
 
-class Link(RulesLink, Protocol):
-    """The connection of a running attempt with the job on all machines, which may end it."""
-
-    def fileno(self) -> int | None:
-        """Returns the file that becomes readable when a message has arrived; None if messages arrive by calls only."""
-        ...
-
-    def poll(self, rules: EndRules) -> None:
-        """Receives messages, and ends the processes if they require it. Called after each event, and every second."""
-        ...
-
-
 class AttemptSettings(NamedTuple):
     """The settings of all attempts of a program.
 
@@ -77,7 +65,7 @@ def run_attempt(
     program: Program,
     environments: Mapping[int, Mapping[str, str]],
     settings: AttemptSettings,
-    link: Link | None = None,
+    check: Callable[[EndRules], None] = lambda rules: None,
 ) -> AttemptResult:
     """Runs a program in one process per environment, and returns when all have ended.
 
@@ -89,19 +77,19 @@ def run_attempt(
         program: The program.
         environments: The environment variables of each process of this machine, by the index of the process.
         settings: The settings.
-        link: The connection with the job on all machines; None if there is none.
+        check: Called after each event, and every second. It may end the processes.
     """
     with contextlib.ExitStack() as stack:
-        attempt = _Attempt(settings, stack.enter_context(Guard()), link)
+        attempt = _Attempt(settings, stack.enter_context(Guard()), check)
         stack.callback(attempt.end)
         for index, environment in environments.items():
             attempt.start(index, program, environment)
         return attempt.wait()
 
 
-def end_rules(processes: Sequence[RunningProcess], settings: AttemptSettings, link: Link | None) -> EndRules:
-    """Returns the rules that end the processes of an attempt. They report the first failure to `link`."""
-    return EndRules(processes, settings.times, settings.console, settings.signals.numbers, link)
+def end_rules(processes: Sequence[RunningProcess], settings: AttemptSettings) -> EndRules:
+    """Returns the rules that end the processes of an attempt."""
+    return EndRules(processes, settings.times, settings.console, settings.signals.numbers)
 
 
 def start_program(
@@ -153,10 +141,10 @@ class _Process:
 
 
 class _Attempt:
-    def __init__(self, settings: AttemptSettings, guard: Guard, link: Link | None):
-        self._console, self._signals, self._guard, self._link = settings.console, settings.signals, guard, link
+    def __init__(self, settings: AttemptSettings, guard: Guard, check: Callable[[EndRules], None]):
+        self._console, self._signals, self._guard, self._check = settings.console, settings.signals, guard, check
         self._processes: list[_Process] = []
-        self._rules = end_rules(self._processes, settings, link)
+        self._rules = end_rules(self._processes, settings)
         self._answers = AnswerTimes(settings.answer_seconds, settings.console)
         self._stopped = StoppedProcesses(settings.console)
         self._sends_answers = not math.isinf(settings.answer_seconds)
@@ -166,8 +154,6 @@ class _Attempt:
         self._watch(self._notices, self._read_notices)
         self._watch(self._signals.wake_up, self._signals.discard_wake_ups)
         self._signals.listener = self._rules.kill_if_requested
-        if link is not None and (file := link.fileno()) is not None:
-            self._watch(file, lambda: None)  # `poll` follows
 
     def start(self, index: int, program: Program, environment: Mapping[str, str]) -> None:
         environment = {**environment, **self._guard.variables}
@@ -215,8 +201,7 @@ class _Attempt:
                 self._rules.note_status(process, status)
         self._answers.kill_silent(self._processes, self._rules)
         self._stopped.report({p.index: p.popen.pid for p in self._processes if p.status is None})
-        if self._link is not None:
-            self._link.poll(self._rules)
+        self._check(self._rules)
         self._rules.apply()
 
     def _read(self, stream: int, lines: PrefixedLines) -> None:

@@ -44,14 +44,14 @@ class CompilationCache:
 
 
 @contextlib.contextmanager
-def compilation_cache(environ: Mapping[str, str], is_local: bool) -> Iterator[CompilationCache]:
+def compilation_cache(environ: Mapping[str, str], has_restarts: bool) -> Iterator[CompilationCache]:
     """Creates a cache that exists while the block runs, unless the environment variables choose one.
 
     Args:
         environ: The environment variables of the launcher.
-        is_local: Whether the processes run on this machine; otherwise they do not have a cache.
+        has_restarts: Whether the processes may start again; otherwise they do not have a cache.
     """
-    if environ.get("JAX_COMPILATION_CACHE_DIR") or not is_local:
+    if environ.get("JAX_COMPILATION_CACHE_DIR") or not has_restarts:
         yield CompilationCache(None)
         return
     with tempfile.TemporaryDirectory(prefix="jdist-compiled-", ignore_cleanup_errors=True) as folder:

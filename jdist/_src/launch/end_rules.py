@@ -18,7 +18,7 @@ _MEANINGS = {
 
 # Until processes that have joined one that ended by `os._exit(0)` are ended: they may do the same.
 _ABRUPT_END_SECONDS = 10.0
-NOT_JOINED = "it ended with exit status 0 before it joined the others, which wait for it"
+_NOT_JOINED = "it ended with exit status 0 before it joined the others, which wait for it"
 
 
 class EndTimes(NamedTuple):
@@ -139,22 +139,6 @@ class RunningProcess(Protocol):
         ...
 
 
-class RulesLink(Protocol):
-    """The connection of the rules with the job on all machines."""
-
-    def note_failure(self, failure: Failure) -> None:
-        """Reports the first failure of the processes of this machine."""
-        ...
-
-    def note_joining(self) -> None:
-        """Reports that a process of this machine waits for the others to join."""
-        ...
-
-    def note_absent(self, process: int) -> None:
-        """Reports that a process of this machine has ended with exit status 0 before it joined the others."""
-        ...
-
-
 class EndRules:
     """Ends the processes of an attempt after the first failure, and forwards signals.
 
@@ -166,7 +150,6 @@ class EndRules:
         console: Receives messages.
         signals: The signals that this process has received, in order. The caller appends further signals, and calls
             `kill_if_requested` after each.
-        link: Receives the first failure, and reports of processes that join the others.
     """
 
     def __init__(
@@ -175,10 +158,9 @@ class EndRules:
         times: EndTimes,
         console: Console,
         signals: list[int],
-        link: "RulesLink | None" = None,
     ):
         self._processes, self._times, self._console = processes, times, console
-        self._signals, self._link = signals, link
+        self._signals = signals
         self._num_forwarded = 0
         self._failure: Failure | None = None
         self._is_ending = False  # for a reason that is not a failure of these processes
@@ -195,8 +177,6 @@ class EndRules:
     def note(self, notice: Notice) -> None:
         """Records a notice of a process."""
         if notice.presence is not None:
-            if notice.presence == "joining" and self._link is not None:
-                self._link.note_joining()
             self._presence[notice.process] = notice.presence
         if notice.status is not None:
             self.note_status(next(p for p in self._processes if p.index == notice.process), notice.status)
@@ -279,22 +259,16 @@ class EndRules:
         now = time.monotonic()
         for process in (process for process in self._processes if process.status is not None):
             presence = self._presence.get(process.index)
-            if process.status == 0 and presence in (None, "joining") and process.index not in self._ended_at:
-                self._note_absent(process.index)
             ended_at = self._ended_at.setdefault(process.index, now)
             if process.status or self._failure is not None or self._is_ending or self._signals:
                 continue
             if presence in (None, "joining") and "joining" in presences:
-                reason = NOT_JOINED
+                reason = _NOT_JOINED
             elif presence == "joined" and "joined" in presences and now > ended_at + _ABRUPT_END_SECONDS:
                 reason = "it ended with exit status 0 without leaving the others, as `os._exit` does"
             else:
                 continue
             self._note_failure(process, 1, reason)
-
-    def _note_absent(self, process: int) -> None:
-        if self._link is not None:
-            self._link.note_absent(process)
 
     def _running(self) -> list[RunningProcess]:
         return [process for process in self._processes if process.status is None]
@@ -306,8 +280,6 @@ class EndRules:
     def _fail(self, failure: Failure, others: Sequence[RunningProcess], seconds: float) -> None:
         self._failure = failure
         self._send_sigterm(others, seconds)
-        if self._link is not None:
-            self._link.note_failure(failure)
 
     def _announce_end(self, text: str, count: int, seconds: float) -> None:
         self._console.message(f"{text} ({count}) receive SIGTERM, and SIGKILL after {seconds:g} seconds.")

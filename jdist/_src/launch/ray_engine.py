@@ -1,4 +1,4 @@
-"""One attempt on a running Ray cluster: each process is started by a Ray actor in a placement group."""
+"""The attempts on a running Ray cluster: each process is started by a Ray actor in a placement group."""
 
 import contextlib
 import importlib
@@ -7,13 +7,15 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jdist._src.core.optional_import import optional_import
 from jdist._src.launch.answers import AnswerTimes
-from jdist._src.launch.attempt import AttemptSettings, Link, Program, end_rules
-from jdist._src.launch.end_rules import AttemptResult, EndRules
+from jdist._src.launch.attempt import AttemptSettings, Program, end_rules
+from jdist._src.launch.end_rules import AttemptResult, EndRules, Failure
+from jdist._src.launch.job import AttemptPlan, CapacityError
 from jdist._src.launch.output import Console
 from jdist._src.launch.ray_worker import Node, RayWorker, Report
 from jdist._src.launch.signals import FORWARDED
@@ -23,6 +25,7 @@ _PASSED_VARIABLES = re.compile(r"(JAX|JDIST|NCCL|XLA)_|LIBTPU_INIT_ARGS$|NPROC$|
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 0.5
+_MESSAGE_SECONDS = 5.0
 _END_SECONDS = 10.0
 
 
@@ -67,26 +70,22 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
 
 
-def run_ray_attempt(
+@contextlib.contextmanager
+def ray_engine(
     program: Program,
     environ: Mapping[str, str],
     settings: AttemptSettings,
-    link: Link | None = None,
     *,
-    num_processes: int,
+    min_processes: int,
     devices_per_process: int | None,
-) -> AttemptResult:
-    """Runs a program in processes on the nodes of a running Ray cluster, and returns when all have ended.
-
-    The rules for failures, signals and output are the rules of `run_attempt`. Ray ends the actors, and with them the
-    processes, if this process is killed.
+) -> "Iterator[RayEngine]":
+    """Connects this process to a running Ray cluster while the block runs.
 
     Args:
         program: The program. The script, or the module, must exist on all nodes.
         environ: The environment variables of the launcher.
         settings: The settings.
-        link: The connection with the job; None if there is none.
-        num_processes: The number of processes.
+        min_processes: The smallest number of processes.
         devices_per_process: The number of GPUs per process (default: 1), or of CPU devices where JAX does not use GPUs.
 
     Raises:
@@ -95,34 +94,121 @@ def run_ray_attempt(
     """
     with _unchanged_handlers():
         ray = connect_to_ray(environ)
-    with contextlib.ExitStack() as stack:
-        stack.callback(ray.shutdown)
-        bundle = process_bundle(ray.cluster_resources(), environ, num_processes, devices_per_process)
+    try:
+        bundle = process_bundle(ray.cluster_resources(), environ, min_processes, devices_per_process)
+        yield RayEngine(ray, program, environ, settings, bundle, devices_per_process)
+    finally:
+        ray.shutdown()
+
+
+class RayEngine:
+    """Runs a program in processes on the nodes of a running Ray cluster. `ray_engine` creates it."""
+
+    def __init__(
+        self,
+        ray: Any,
+        program: Program,
+        environ: Mapping[str, str],
+        settings: AttemptSettings,
+        bundle: dict[str, float],
+        devices_per_process: int | None,
+    ):
+        self._ray, self._program, self._environ, self._settings = ray, program, environ, settings
+        self._bundle, self._devices_per_process = bundle, devices_per_process
+
+    def capacity(self) -> int:
+        """Returns the number of processes that the nodes can run."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return sum(int(min(node.get(name, 0) // number for name, number in self._bundle.items())) for node in nodes)
+
+    def run(self, plan: AttemptPlan, check: Callable[[EndRules], None] = lambda rules: None) -> AttemptResult:
+        """Runs the processes of an attempt, and returns when all have ended.
+
+        The rules for failures, signals and output are the rules of `run_attempt`. Ray ends the actors, and with them the
+        processes, if this process is killed.
+
+        Args:
+            plan: The attempt.
+            check: Called after each event, and every second. It may end the processes.
+
+        Raises:
+            CapacityError: The nodes cannot run these processes.
+            ValueError: The program does not exist on a node.
+        """
+        ray, settings, num_processes = self._ray, self._settings, plan.num_processes
         processes: list[_Process] = []
-        rules = end_rules(processes, settings, link)
-        group = ray.util.placement_group([bundle] * num_processes, strategy="PACK" if "GPU" in bundle else "SPREAD")
-        stack.callback(ray.util.remove_placement_group, group)
-        if not _wait_for_resources(ray, group, bundle, settings):
-            return rules.result()._replace(statuses=(128 + settings.signals.numbers[0],))
-        workers = [_start_worker(ray, group, bundle, i) for i in range(num_processes)]
+        rules = end_rules(processes, settings)
+        strategy = "PACK" if "GPU" in self._bundle else "SPREAD"
+        group = ray.util.placement_group([self._bundle] * num_processes, strategy=strategy)
+        try:
+            if not self._wait_for_resources(group, num_processes):
+                return rules.result()._replace(statuses=(128 + settings.signals.numbers[0],))
+            try:
+                workers = self._start_workers(group, plan)
+            except FileNotFoundError as error:  # Ray raises it as the error of the method
+                raise ValueError(
+                    f"{error.filename or self._program.target!r} does not exist on every node, in the folder {os.getcwd()}. "
+                    "Use a file system that all nodes share, or copy the program to each node."
+                ) from None
+            except ray.exceptions.RayError as error:
+                failure = Failure(0, -signal.SIGKILL, str(error), "its Ray actor could not be started")
+                return rules.result()._replace(statuses=(failure.status,), first_failure=failure)
+            processes += [_Process(ray, i, worker, settings.console) for i, worker in enumerate(workers)]
+            settings.signals.listener = rules.kill_if_requested
+            _wait(ray, processes, rules, AnswerTimes(settings.answer_seconds, settings.console), check)
+            settings.signals.listener = lambda: None
+            ray.wait([p.worker.end.remote() for p in processes], num_returns=num_processes, timeout=_END_SECONDS)
+            return rules.result()
+        finally:
+            ray.util.remove_placement_group(group)
+
+    def _wait_for_resources(self, group: Any, num_processes: int) -> bool:
+        """Returns whether the placement group is ready; False after a signal."""
+        ready, ray = group.ready(), self._ray
+        next_message = time.monotonic() + _MESSAGE_SECONDS
+        while not self._settings.signals.numbers:
+            if (capacity := self.capacity()) < num_processes:
+                raise CapacityError(
+                    f"{num_processes} processes with {self._bundle} each cannot be placed on the nodes of the Ray cluster, "
+                    f"which can run {capacity}. Start fewer processes, or add nodes to the cluster."
+                )
+            if ray.wait([ready], timeout=_WAIT_SECONDS)[0]:
+                return True
+            if time.monotonic() > next_message:
+                next_message = math.inf
+                self._settings.console.message(
+                    f"waits for resources that other programs of the Ray cluster use: {self._bundle} per process."
+                )
+        return False
+
+    def _start_workers(self, group: Any, plan: AttemptPlan) -> list[Any]:
+        """Starts an actor per process, which starts the process; returns the actors in the order of the processes."""
+        ray = self._ray
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        workers = [
+            ray.remote(RayWorker)
+            .options(
+                num_cpus=self._bundle["CPU"],
+                num_gpus=self._bundle.get("GPU", 0),
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+            )
+            .remote()
+            for i in range(plan.num_processes)
+        ]
         workers, nodes = in_order_of_nodes(workers, ray.get([worker.node.remote() for worker in workers]))
         coordinator = f"{nodes[0].address}:{ray.get(workers[0].reserve_port.remote())}"
-        variables = variables_on_nodes(environ, nodes, coordinator, None if "GPU" in bundle else devices_per_process)
-        sends_answers = not math.isinf(settings.answer_seconds)
-        arguments = [(program, i, os.getcwd(), variables[i], sends_answers) for i in range(num_processes)]
-        try:
-            ray.get([worker.start.remote(*values) for worker, values in zip(workers, arguments, strict=True)])
-        except FileNotFoundError as error:  # Ray raises it as the error of the method
-            raise ValueError(
-                f"{error.filename or program.target!r} does not exist on every node, in the folder {os.getcwd()}. Use a file "
-                "system that all nodes share, or copy the program to each node."
-            ) from None
-        processes += [_Process(ray, i, worker, settings.console) for i, worker in enumerate(workers)]
-        settings.signals.listener = rules.kill_if_requested
-        _wait(ray, processes, rules, AnswerTimes(settings.answer_seconds, settings.console), link)
-        settings.signals.listener = lambda: None
-        ray.wait([p.worker.end.remote() for p in processes], num_returns=num_processes, timeout=_END_SECONDS)
-        return rules.result()
+        environ = {**self._environ, "JDIST_RESTARTS": str(plan.restarts)}
+        variables = variables_on_nodes(
+            environ, nodes, coordinator, None if "GPU" in self._bundle else self._devices_per_process
+        )
+        sends_answers = not math.isinf(self._settings.answer_seconds)
+        ray.get(
+            [
+                worker.start.remote(self._program, i, os.getcwd(), variables[i], sends_answers)
+                for i, worker in enumerate(workers)
+            ]
+        )
+        return workers
 
 
 class _Process:
@@ -148,7 +234,9 @@ class _Process:
         """Does nothing: a report of an exit status follows all output."""
 
 
-def _wait(ray: Any, processes: list[_Process], rules: EndRules, answers: AnswerTimes, link: Link | None) -> None:
+def _wait(
+    ray: Any, processes: list[_Process], rules: EndRules, answers: AnswerTimes, check: Callable[[EndRules], None]
+) -> None:
     for process in processes:
         answers.note(process.index)
     while not rules.all_ended():
@@ -157,16 +245,16 @@ def _wait(ray: Any, processes: list[_Process], rules: EndRules, answers: AnswerT
         for reference in reported:
             _process_report(ray, running[reference], rules, answers)
         answers.kill_silent(processes, rules)
-        if link is not None:
-            link.poll(rules)
+        check(rules)
         rules.apply()
 
 
 def _process_report(ray: Any, process: _Process, rules: EndRules, answers: AnswerTimes) -> None:
+    reason = ""
     try:
         report: Report = ray.get(process.report)
-    except ray.exceptions.RayError as error:  # the node failed, or the actor was killed
-        report = Report(b"", f"{error}\n".encode(), [], -signal.SIGKILL)
+    except ray.exceptions.RayError as error:
+        report, reason = Report(b"", f"{error}\n".encode(), [], -signal.SIGKILL), "its node or its Ray actor was lost"
     process.stdout.feed(report.stdout)
     process.stderr.feed(report.stderr)
     for notice in report.notices:
@@ -178,7 +266,7 @@ def _process_report(ray: Any, process: _Process, rules: EndRules, answers: Answe
     process.status = report.status
     process.stdout.close()
     process.stderr.close()
-    rules.note_status(process, report.status)
+    rules.note_status(process, report.status, reason)
 
 
 def process_bundle(
@@ -193,44 +281,18 @@ def process_bundle(
         devices_per_process: The number of GPUs per process; by default 1.
 
     Raises:
-        ValueError: The cluster does not have the resources of all processes.
+        CapacityError: The cluster does not have the resources of all processes.
     """
     bundle: dict[str, float] = {"CPU": 1}
     if resources.get("GPU") and re.search("cuda|gpu|^$", environ.get("JAX_PLATFORMS", "")):
         bundle["GPU"] = devices_per_process or 1
     for name, number in bundle.items():
         if num_processes * number > (available := resources.get(name, 0)):
-            raise ValueError(
+            raise CapacityError(
                 f"{num_processes} processes with {number:g} {name} each need {num_processes * number:g}, but the Ray cluster "
                 f"has {available:g}. Start fewer processes, or add nodes to the cluster."
             )
     return bundle
-
-
-def _wait_for_resources(ray: Any, group: Any, bundle: Mapping[str, float], settings: AttemptSettings) -> bool:
-    """Returns whether the placement group is ready; False after a signal."""
-    ready = group.ready()
-    if not ray.wait([ready], timeout=5.0)[0]:
-        settings.console.message(
-            f"waits for resources that other programs of the Ray cluster use: {dict(bundle)} per process."
-        )
-    while not settings.signals.numbers:
-        if ray.wait([ready], timeout=_WAIT_SECONDS)[0]:
-            return True
-    return False
-
-
-def _start_worker(ray: Any, group: Any, bundle: Mapping[str, float], index: int) -> Any:
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    return (
-        ray.remote(RayWorker)
-        .options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        )
-        .remote()
-    )
 
 
 def in_order_of_nodes(workers: list[Any], nodes: list[Node]) -> tuple[list[Any], list[Node]]:

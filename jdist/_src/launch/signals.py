@@ -18,28 +18,19 @@ class ReceivedSignals:
         wake_up: A pipe that becomes readable at each of these signals, and at the end of a child process.
 
     Attributes:
-        own: The signals, in the order of their arrival.
-        numbers: The same, with signals that other launchers have received. The second SIGINT of this list is the second SIGINT
-            of one launcher: if all have received one, it is one signal.
+        numbers: The signals, in the order of their arrival.
         listener: Called after each of them.
         wake_up: The pipe.
     """
 
     def __init__(self, wake_up: int):
-        self.own: list[int] = []
         self.numbers: list[int] = []
         self.listener: Callable[[], None] = lambda: None
         self.wake_up = wake_up
 
-    def add_own(self, number: int) -> None:
+    def add(self, number: int) -> None:
         """Adds a signal that this process has received."""
-        self.own.append(number)
-        self.add(number, self.own.count(number))
-
-    def add(self, number: int, times: int) -> None:
-        """Adds a signal that a launcher has received a number of times."""
-        while self.numbers.count(number) < times:
-            self.numbers.append(number)
+        self.numbers.append(number)
         self.listener()
 
     def discard_wake_ups(self) -> None:
@@ -58,7 +49,7 @@ def received_signals() -> Iterator[ReceivedSignals]:
     def receive(number: int, frame: FrameType | None) -> None:
         del frame
         if number != signal.SIGCHLD:
-            received.add_own(number)
+            received.add(number)
 
     reader, writer = os.pipe()
     received = ReceivedSignals(reader)
