@@ -1,4 +1,4 @@
-"""A Ray cluster of one node in namespaces of its own, in which only the loopback interface exists.
+"""A Ray cluster in namespaces of its own, in which only the loopback interface exists.
 
 Ray listens on all interfaces, so it must not be reached from outside. The kernel ends all processes of the namespaces together.
 """
@@ -14,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent.parent
 UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
 UP = "import fcntl, socket, struct\nfcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))\n"  # SIOCSIFFLAGS
-OPTIONS = "--head --block --num-gpus=0 --include-dashboard=false --include-log-monitor=false --disable-usage-stats"
+OPTIONS = "--block --num-gpus=0 --include-log-monitor=false --disable-usage-stats"
 
 
 def environment():
@@ -23,16 +23,46 @@ def environment():
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1"}
 
 
+def _options(num_cpus, store_bytes):
+    return [*OPTIONS.split(), f"--num-cpus={num_cpus}", f"--object-store-memory={store_bytes}"]
+
+
+@contextlib.contextmanager
+def ray_node(prefix, folder, *, num_cpus, store_bytes):
+    """Adds a node to the cluster of `ray_cluster`. All its processes end with the block, or with the process that it returns.
+
+    Args:
+        prefix: The command in front of a command that runs in the network of the cluster.
+        folder: The folder of the cluster.
+        num_cpus: The number of CPUs of the node.
+        store_bytes: The size of its object store.
+    """
+    isolate = [option for option in UNSHARE if option != "--net"]
+    command = ["ray", "start", "--address=127.0.0.1:6379", *_options(num_cpus, store_bytes)]
+    with (folder / "node_log").open("a") as log:
+        node = subprocess.Popen(
+            [*prefix, *isolate, *command],
+            env={**environment(), "RAY_TMPDIR": str(folder)},
+            stdout=log,
+            stderr=log,
+        )
+    with node:
+        try:
+            yield node
+        finally:
+            node.kill()  # the kernel then kills all processes of the namespace
+
+
 @contextlib.contextmanager
 def ray_cluster(folder, *, num_cpus, store_bytes):
-    """Starts a cluster, and returns the command in front of a command that runs in its network.
+    """Starts a cluster of one node, and returns the command in front of a command that runs in its network.
 
     The test is skipped where Ray is not installed, or where namespaces cannot be made.
     """
     pytest.importorskip("ray", reason="Ray is optional and not installed.")
     if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
         pytest.skip("Namespaces, in which Ray cannot be reached from outside, cannot be made here.")
-    options = f"{OPTIONS} --num-cpus={num_cpus} --object-store-memory={store_bytes}".split()
+    options = [*_options(num_cpus, store_bytes), "--head", "--include-dashboard=false"]
     start = f"{UP}import os\nprint('up', flush=True)\nos.dup2(2, 1)\nos.execvp('ray', ['ray', 'start', *{options}])"
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((folder / "log").open("w+"))

@@ -104,11 +104,13 @@ class Job:
                 return result.exit_status or 1
             if self._end_reason:
                 self._console.message(self._restart_text(result, len(slots)))
+            last = self._attempt, self._end_reason, self._end_time
             self._attempt = AttemptPlan(self._restarts, len(slots), 0, slots)
             self._end_reason, self._end_time = "", 0.0
             try:
                 result = self._run(self._attempt, self._check)
-            except CapacityError:
+            except CapacityError:  # a node was lost before the processes started
+                self._attempt, self._end_reason, self._end_time = last
                 continue
             self._end_time = self._end_time or time.monotonic()
             if self._is_last(result):
