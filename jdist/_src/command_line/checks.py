@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from jdist._src.cluster.resolution import resolve_each
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
-from jdist._src.launch.attempt import AttemptSettings, Program, run_attempt
+from jdist._src.launch.attempt import AttemptSettings, run_attempt
 from jdist._src.launch.child_processes import reserved_address
+from jdist._src.launch.command import Command
 from jdist._src.launch.end_rules import EndTimes, status_text
 from jdist._src.launch.output import Console
 from jdist._src.launch.signals import received_signals
@@ -258,10 +259,10 @@ def check_collective(environ: Mapping[str, str]) -> Check:
             devices_per_process=1,
             cores=usable_cores(),
         )
-        program = Program("module", "jdist._src.command_line.loopback", [])
+        command = Command("module", "jdist._src.command_line.loopback", [])
         with received_signals() as signals:
             settings = AttemptSettings(EndTimes(grace_seconds=1.0), Console(output, output), signals)
-            result = run_attempt(program, environments, settings)
+            result = run_attempt(command, environments, settings)
     if (failure := result.first_failure) is None:
         return Check(
             "collective", "two processes of this machine joined and computed a sum over the loopback interface"

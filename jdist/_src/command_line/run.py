@@ -25,8 +25,9 @@ from jdist._src.command_line.run_options import (
     set_number_of_processes,
 )
 from jdist._src.command_line.verb import Verb
-from jdist._src.launch.attempt import AttemptSettings, Program, run_attempt
+from jdist._src.launch.attempt import AttemptSettings, run_attempt
 from jdist._src.launch.child_processes import reserved_address
+from jdist._src.launch.command import Command
 from jdist._src.launch.compilation_cache import compilation_cache
 from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, report_failure
 from jdist._src.launch.job import AttemptPlan, Job, JobSettings
@@ -41,8 +42,8 @@ _EXIT_SECONDS = 0.3  # after an error, if the job can start again
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        program = Program("module" if arguments.module else "script", arguments.program, arguments.arguments)
-        check_program(program)
+        command = Command("module" if arguments.module else "script", arguments.program, arguments.arguments)
+        check_program(command)
         set_number_of_processes(arguments)
         check_nodes(arguments)
         check_restarts(arguments)
@@ -51,31 +52,31 @@ def _run(arguments: argparse.Namespace) -> int:
                 "--engine ray takes the nodes of the Ray cluster. Remove --nodes, --node-rank and --coordinator."
             )
         with received_signals() as signals, contextlib.closing(Console()) as console:
-            return (_run_job if has_restarts(arguments) else _run_once)(program, arguments, console, signals)
+            return (_run_job if has_restarts(arguments) else _run_once)(command, arguments, console, signals)
     except (ValueError, ImportError) as error:
         print(f"jdist run: {error}", file=sys.stderr)
         return 2
 
 
-def _run_once(program: Program, arguments: argparse.Namespace, console: Console, signals: ReceivedSignals) -> int:
+def _run_once(command: Command, arguments: argparse.Namespace, console: Console, signals: ReceivedSignals) -> int:
     """Runs one attempt, without connections to other machines."""
     processes, machines = arguments.processes, arguments.nodes or 1
     plan = AttemptPlan(0, processes * machines, processes * (arguments.node_rank or 0), range(processes))
     times = _times(arguments, _default(arguments.grace, DEFAULT_GRACE_SECONDS))
     settings = AttemptSettings(times, console, signals)
-    with _engine(program, arguments, processes, processes, settings) as (run, _):
+    with _engine(command, arguments, processes, processes, settings) as (run, _):
         result = run(plan)
     report_failure(result, plan.num_processes, console)
     return result.exit_status
 
 
-def _run_job(program: Program, arguments: argparse.Namespace, console: Console, signals: ReceivedSignals) -> int:
+def _run_job(command: Command, arguments: argparse.Namespace, console: Console, signals: ReceivedSignals) -> int:
     """Runs the attempts of a job that starts again after a failure."""
     job = _job_settings(arguments)
     answer_seconds = _default(arguments.answer_timeout, DEFAULT_ANSWER_SECONDS)
     settings = AttemptSettings(job.times, console, signals, answer_seconds)
     place = "the Ray cluster" if arguments.engine == "ray" else "machine 0"
-    with _engine(program, arguments, job.min_processes, job.max_processes, settings) as (run, capacity):
+    with _engine(command, arguments, job.min_processes, job.max_processes, settings) as (run, capacity):
         return Job(job, run, signals, console, capacity, place).run()
 
 
@@ -103,13 +104,13 @@ def _default(value: _Number | None, default: _Number) -> _Number:
 
 @contextlib.contextmanager
 def _engine(
-    program: Program, arguments: argparse.Namespace, min_processes: int, num_slots: int, settings: AttemptSettings
+    command: Command, arguments: argparse.Namespace, min_processes: int, num_slots: int, settings: AttemptSettings
 ) -> Iterator[tuple[Callable[..., AttemptResult], Callable[[], int]]]:
     """Returns the function that runs the processes of an attempt, and the one that returns how many can run."""
     if arguments.engine == "ray":
         devices = arguments.devices_per_process
         with ray_engine(
-            program, os.environ, settings, min_processes=min_processes, devices_per_process=devices
+            command, os.environ, settings, min_processes=min_processes, devices_per_process=devices
         ) as engine:
             yield engine.run, engine.capacity
         return
@@ -130,7 +131,7 @@ def _engine(
             )
             for environment, slot in zip(environments.values(), plan.slots, strict=True):
                 environment |= cache.variables(slot)
-            return run_attempt(program, environments, settings, *check)
+            return run_attempt(command, environments, settings, *check)
 
     with compilation_cache(os.environ, has_restarts(arguments)) as cache:
         yield run, lambda: num_slots

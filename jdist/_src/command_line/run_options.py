@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import NamedTuple
 
-from jdist._src.launch.attempt import Program
+from jdist._src.launch.command import Command
 from jdist._src.launch.end_rules import EndTimes
 from jdist._src.launch.variables import visible_gpus
 
@@ -151,19 +151,19 @@ def check_restarts(arguments: argparse.Namespace) -> None:
         )
 
 
-def check_program(program: Program) -> None:
+def check_program(command: Command) -> None:
     """Raises ValueError if the program does not exist."""
-    if program.kind == "script":
-        if os.path.isfile(program.target):
+    if command.kind == "script":
+        if os.path.isfile(command.target):
             return
         advice = "Pass the path of a Python script, without `python`, or a module after `-m`."
-        raise ValueError(f"{program.target!r} is not a file in {os.getcwd()}. {advice}")
-    name = program.target.partition(".")[0]
+        raise ValueError(f"{command.target!r} is not a file in {os.getcwd()}. {advice}")
+    name = command.target.partition(".")[0]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as in the processes
-    if not re.fullmatch(r"\w+(\.\w+)*", program.target) or importlib.util.find_spec(name) is None:
+    if not re.fullmatch(r"\w+(\.\w+)*", command.target) or importlib.util.find_spec(name) is None:
         raise ValueError(
-            f"the module {program.target!r} is not found. Pass its name without `.py`, or a script without `-m`."
+            f"the module {command.target!r} is not found. Pass its name without `.py`, or a script without `-m`."
         )
 
 

@@ -61,7 +61,7 @@ class AnswerTimes:
             if process.status is not None:
                 continue
             if silent > self._limit_seconds:
-                process.send_signal(signal.SIGKILL, to_group=True)
+                process.send_signal(signal.SIGKILL, True)
                 rules.note_status(process, -signal.SIGKILL, f"no answer for {self._limit_seconds:g} seconds")
                 return
             if silent > min(_WARNING_SECONDS, self._limit_seconds / 2) and process.index not in self._warned:

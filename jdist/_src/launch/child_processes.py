@@ -68,17 +68,6 @@ def end_child(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def groups_with_members(groups: Sequence[int]) -> set[int]:
-    """Returns the process groups that contain a running process. Only Linux lists them: elsewhere the result is empty."""
-    members: set[int] = set()
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
-            if state != "Z":
-                members.add(int(group))
-    return members.intersection(groups)
-
-
 @contextlib.contextmanager
 def reserved_address() -> Iterator[str]:
     """Returns an address on the loopback interface that no other program gets while the block runs.
@@ -127,7 +116,12 @@ class Guard:
 
     def has_members(self, groups: Sequence[int]) -> bool:
         """Whether a process of a group, or with the mark, is running. Only Linux lists them: elsewhere False."""
-        return bool(groups_with_members(groups) or guard.marked_processes(self._mark))
+        for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, _, group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
+                if state != "Z" and int(group) in groups:
+                    return True
+        return bool(guard.marked_processes(self._mark))
 
     def add(self, group: int) -> None:
         """Adds a process group."""

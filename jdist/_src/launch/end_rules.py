@@ -1,10 +1,11 @@
 """When the processes of an attempt are ended: after the first failure, and after signals that the launcher receives."""
 
+import dataclasses
 import math
 import signal
 import time
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jdist._src.core.exit_statuses import HUNG, PREEMPTED
 from jdist._src.launch.notices import Notice, Presence
@@ -94,49 +95,35 @@ class AttemptResult(NamedTuple):
         """The exit status of the launcher: the status of the first failure, 128 + n for signal n, otherwise 0.
 
         After a signal, it is `PREEMPTED` if the processes have saved a checkpoint.
+
+        Example:
+            >>> [AttemptResult(statuses, None, 15).exit_status for statuses in ((0, -15), (42, 42), (0, 0))]
+            [143, 42, 0]
         """
         if self.first_failure is not None:
             return self.first_failure.exit_status
-        return 0 if self.signal is None else signal_status(self.signal, self.statuses)
+        if self.signal is None or not any(self.statuses):
+            return 0
+        return PREEMPTED if PREEMPTED in self.statuses else 128 + self.signal
 
 
-def signal_status(number: int, statuses: Iterable[int]) -> int:
-    """Returns the exit status of a launcher after a signal, if no process has failed.
-
-    Args:
-        number: The signal.
-        statuses: The exit statuses of the processes.
-
-    Example:
-        >>> signal_status(15, [0, -15]), signal_status(15, [42, 42]), signal_status(15, [0, 0])
-        (143, 42, 0)
-    """
-    statuses = list(statuses)
-    return PREEMPTED if PREEMPTED in statuses else 128 + number if any(statuses) else 0
-
-
-class RunningProcess(Protocol):
-    """A process of an attempt.
+@dataclasses.dataclass(eq=False)
+class RunningProcess:
+    """A process of an attempt. Mutable.
 
     Attributes:
         index: The index of the process.
-        status: The exit status, or None while the process runs.
         stdout: The standard output.
         stderr: The standard error.
+        send_signal: Sends a signal to the process, or with True to its process group.
+        status: The exit status, or None while the process runs.
     """
 
     index: int
-    status: int | None
     stdout: PrefixedLines
     stderr: PrefixedLines
-
-    def drain(self) -> None:
-        """Reads the output that the process has written so far."""
-        ...
-
-    def send_signal(self, number: int, *, to_group: bool = False) -> None:
-        """Sends a signal to the process, or to its process group."""
-        ...
+    send_signal: Callable[[int, bool], None]
+    status: int | None = None
 
 
 class EndRules:
@@ -196,7 +183,6 @@ class EndRules:
         self._note_failure(process, status, reason)
 
     def _note_failure(self, process: RunningProcess, status: int, reason: str) -> None:
-        process.drain()
         failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()), reason)
         others = [other for other in self._running() if other is not process]
         seconds = self._times.seconds_after(status)
@@ -233,7 +219,7 @@ class EndRules:
             self._kill()
         for process in self._running():
             if now > self._exit_deadlines.get(process.index, math.inf):
-                process.send_signal(signal.SIGKILL, to_group=True)
+                process.send_signal(signal.SIGKILL, True)
 
     def seconds_left(self) -> float:
         """Returns the seconds until `apply` has to be called, or infinity."""
@@ -288,7 +274,7 @@ class EndRules:
         if processes:
             self._deadline = min(self._deadline, time.monotonic() + seconds)
         for process in processes:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM, False)
 
     def _forward(self, number: int) -> None:
         if number == signal.SIGINT and number in self._signals[: self._num_forwarded]:
@@ -296,7 +282,7 @@ class EndRules:
             return
         running = self._running()
         for process in running:  # a terminal sends SIGINT to all processes of a group
-            process.send_signal(number, to_group=number == signal.SIGINT)
+            process.send_signal(number, number == signal.SIGINT)
         if number == signal.SIGINT:
             advice = "A second one kills them."
         else:
@@ -307,7 +293,7 @@ class EndRules:
 
     def _kill(self) -> None:
         for process in self._processes:
-            process.send_signal(signal.SIGKILL, to_group=True)
+            process.send_signal(signal.SIGKILL, True)
 
     def _is_killed_by_user(self) -> bool:
         return self._signals.count(signal.SIGINT) > 1
@@ -328,19 +314,14 @@ def status_text(status: int) -> str:
         return f"ended by signal {-status}"
 
 
-def failure_report(failure: Failure, num_processes: int) -> str:
-    """Returns the message about the first failure of an attempt, with its traceback or the last lines of its output."""
-    if failure.process < 0:
-        return ""
-    out_of_memory = failure.status == -signal.SIGKILL and not failure.reason
+def report_failure(result: AttemptResult, num_processes: int, console: Console) -> None:
+    """Writes a message about the first failure of an attempt, with its traceback or the last lines of its output."""
+    failure = result.first_failure
+    if failure is None or failure.process < 0:
+        return
     text = (
         f"process {failure.process} of {num_processes} failed first: {failure.reason or status_text(failure.status)}."
     )
-    text += " The machine may be out of memory." if out_of_memory else ""
-    return f"{text} The end of its output:\n{failure.text}" if failure.text else text
-
-
-def report_failure(result: AttemptResult, num_processes: int, console: Console) -> None:
-    """Writes the message about the first failure of an attempt, if there is one."""
-    if result.first_failure is not None and (report := failure_report(result.first_failure, num_processes)):
-        console.message(report)
+    if failure.status == -signal.SIGKILL and not failure.reason:
+        text += " The machine may be out of memory."
+    console.message(f"{text} The end of its output:\n{failure.text}" if failure.text else text)

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jdist._src.core.optional_import import optional_import
-from jdist._src.launch.answers import AnswerTimes
-from jdist._src.launch.attempt import AttemptSettings, Program, end_rules
+from jdist._src.launch.attempt import Attempt, AttemptSettings
+from jdist._src.launch.command import Command, Report
 from jdist._src.launch.end_rules import AttemptResult, EndRules, Failure
 from jdist._src.launch.job import AttemptPlan, CapacityError
-from jdist._src.launch.output import Console
-from jdist._src.launch.ray_worker import Node, RayWorker, Report
+from jdist._src.launch.ray_worker import Node, RayWorker
 from jdist._src.launch.signals import FORWARDED
 from jdist._src.launch.variables import process_variables
 
@@ -72,7 +71,7 @@ def _check_reachable(address: str) -> None:
 
 @contextlib.contextmanager
 def ray_engine(
-    program: Program,
+    command: Command,
     environ: Mapping[str, str],
     settings: AttemptSettings,
     *,
@@ -82,7 +81,7 @@ def ray_engine(
     """Connects this process to a running Ray cluster while the block runs.
 
     Args:
-        program: The program. The script, or the module, must exist on all nodes.
+        command: The command. The script, or the module, must exist on all nodes.
         environ: The environment variables of the launcher.
         settings: The settings.
         min_processes: The smallest number of processes.
@@ -96,7 +95,7 @@ def ray_engine(
         ray = connect_to_ray(environ)
     try:
         bundle = process_bundle(ray.cluster_resources(), environ, min_processes, devices_per_process)
-        yield RayEngine(ray, program, environ, settings, bundle, devices_per_process)
+        yield RayEngine(ray, command, environ, settings, bundle, devices_per_process)
     finally:
         ray.shutdown()
 
@@ -107,13 +106,13 @@ class RayEngine:
     def __init__(
         self,
         ray: Any,
-        program: Program,
+        command: Command,
         environ: Mapping[str, str],
         settings: AttemptSettings,
         bundle: dict[str, float],
         devices_per_process: int | None,
     ):
-        self._ray, self._program, self._environ, self._settings = ray, program, environ, settings
+        self._ray, self._command, self._environ, self._settings = ray, command, environ, settings
         self._bundle, self._devices_per_process = bundle, devices_per_process
 
     def capacity(self) -> int:
@@ -135,32 +134,50 @@ class RayEngine:
             CapacityError: The nodes cannot run these processes.
             ValueError: The program does not exist on a node.
         """
-        ray, settings, num_processes = self._ray, self._settings, plan.num_processes
-        processes: list[_Process] = []
-        rules = end_rules(processes, settings)
+        ray, num_processes = self._ray, plan.num_processes
+        attempt = Attempt(self._settings, check)
         strategy = "PACK" if "GPU" in self._bundle else "SPREAD"
         group = ray.util.placement_group([self._bundle] * num_processes, strategy=strategy)
         try:
             if not self._wait_for_resources(group, num_processes):
-                return rules.result()._replace(statuses=(128 + settings.signals.numbers[0],))
+                return attempt.rules.result()._replace(statuses=(128 + self._settings.signals.numbers[0],))
             try:
                 workers = self._start_workers(group, plan)
             except FileNotFoundError as error:  # Ray raises it as the error of the method
                 raise ValueError(
-                    f"{error.filename or self._program.target!r} does not exist on every node, in the folder {os.getcwd()}. "
+                    f"{error.filename or self._command.target!r} does not exist on every node, in the folder {os.getcwd()}. "
                     "Use a file system that all nodes share, or copy the program to each node."
                 ) from None
             except ray.exceptions.RayError as error:
                 failure = Failure(0, -signal.SIGKILL, str(error), "its Ray actor could not be started")
-                return rules.result()._replace(statuses=(failure.status,), first_failure=failure)
-            processes += [_Process(ray, i, worker, settings.console) for i, worker in enumerate(workers)]
-            settings.signals.listener = rules.kill_if_requested
-            _wait(ray, processes, rules, AnswerTimes(settings.answer_seconds, settings.console), check)
-            settings.signals.listener = lambda: None
-            ray.wait([p.worker.end.remote() for p in processes], num_returns=num_processes, timeout=_END_SECONDS)
-            return rules.result()
+                return attempt.rules.result()._replace(statuses=(failure.status,), first_failure=failure)
+            self._wait(attempt, workers)
+            ray.wait([worker.end.remote() for worker in workers], num_returns=num_processes, timeout=_END_SECONDS)
+            return attempt.rules.result()
         finally:
+            attempt.close()
             ray.util.remove_placement_group(group)
+
+    def _wait(self, attempt: Attempt, workers: list[Any]) -> None:
+        """Waits until the processes have ended."""
+        ray = self._ray
+        for index, worker in enumerate(workers):
+            attempt.add(index, lambda number, to_group, worker=worker: worker.send_signal.remote(int(number), to_group))
+        polls = [worker.poll.remote(_POLL_SECONDS) for worker in workers]
+
+        def receive_reports(seconds: float) -> None:
+            running = {polls[process.index]: process for process in attempt.processes if process.status is None}
+            for poll in ray.wait(list(running), timeout=min(seconds, _WAIT_SECONDS))[0]:
+                process = running[poll]
+                try:
+                    attempt.receive(process, ray.get(poll))
+                except ray.exceptions.RayError as error:
+                    report = Report(b"", f"{error}\n".encode(), [], -signal.SIGKILL)
+                    attempt.receive(process, report, "its node or its Ray actor was lost")
+                if process.status is None:
+                    polls[process.index] = workers[process.index].poll.remote(_POLL_SECONDS)
+
+        attempt.wait(receive_reports)
 
     def _wait_for_resources(self, group: Any, num_processes: int) -> bool:
         """Returns whether the placement group is ready; False after a signal."""
@@ -201,72 +218,13 @@ class RayEngine:
         variables = variables_on_nodes(
             environ, nodes, coordinator, None if "GPU" in self._bundle else self._devices_per_process
         )
-        sends_answers = not math.isinf(self._settings.answer_seconds)
         ray.get(
             [
-                worker.start.remote(self._program, i, os.getcwd(), variables[i], sends_answers)
+                worker.start.remote(self._command, i, os.getcwd(), variables[i], self._settings.sends_answers)
                 for i, worker in enumerate(workers)
             ]
         )
         return workers
-
-
-class _Process:
-    """One process: its actor, its output, and its exit status once known."""
-
-    def __init__(self, ray: Any, index: int, worker: Any, console: Console):
-        self._ray, self.index, self.worker = ray, index, worker
-        self.stdout, self.stderr = console.stdout_lines(index), console.stderr_lines(index)
-        self.poll()
-
-    status: int | None = None
-
-    def poll(self) -> None:
-        """Requests a report."""
-        self.report = self.worker.poll.remote(_POLL_SECONDS)
-
-    def send_signal(self, number: int, *, to_group: bool = False) -> None:
-        """Sends a signal to the process, or to its process group."""
-        if self.status is None:
-            self.worker.send_signal.remote(int(number), to_group)
-
-    def drain(self) -> None:
-        """Does nothing: a report of an exit status follows all output."""
-
-
-def _wait(
-    ray: Any, processes: list[_Process], rules: EndRules, answers: AnswerTimes, check: Callable[[EndRules], None]
-) -> None:
-    for process in processes:
-        answers.note(process.index)
-    while not rules.all_ended():
-        running = {process.report: process for process in processes if process.status is None}
-        reported, _ = ray.wait(list(running), timeout=min(rules.seconds_left(), _WAIT_SECONDS))
-        for reference in reported:
-            _process_report(ray, running[reference], rules, answers)
-        answers.kill_silent(processes, rules)
-        check(rules)
-        rules.apply()
-
-
-def _process_report(ray: Any, process: _Process, rules: EndRules, answers: AnswerTimes) -> None:
-    reason = ""
-    try:
-        report: Report = ray.get(process.report)
-    except ray.exceptions.RayError as error:
-        report, reason = Report(b"", f"{error}\n".encode(), [], -signal.SIGKILL), "its node or its Ray actor was lost"
-    process.stdout.feed(report.stdout)
-    process.stderr.feed(report.stderr)
-    for notice in report.notices:
-        answers.note(process.index)
-        rules.note(notice)
-    if report.status is None:
-        process.poll()
-        return
-    process.status = report.status
-    process.stdout.close()
-    process.stderr.close()
-    rules.note_status(process, report.status, reason)
 
 
 def process_bundle(

@@ -28,11 +28,6 @@ class ReceivedSignals:
         self.listener: Callable[[], None] = lambda: None
         self.wake_up = wake_up
 
-    def add(self, number: int) -> None:
-        """Adds a signal that this process has received."""
-        self.numbers.append(number)
-        self.listener()
-
     def discard_wake_ups(self) -> None:
         """Empties the pipe."""
         with contextlib.suppress(BlockingIOError):
@@ -49,7 +44,8 @@ def received_signals() -> Iterator[ReceivedSignals]:
     def receive(number: int, frame: FrameType | None) -> None:
         del frame
         if number != signal.SIGCHLD:
-            received.add(number)
+            received.numbers.append(number)
+            received.listener()
 
     reader, writer = os.pipe()
     received = ReceivedSignals(reader)
