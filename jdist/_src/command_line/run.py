@@ -32,7 +32,7 @@ from jdist._src.launch.compilation_cache import compilation_cache
 from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, report_failure
 from jdist._src.launch.job import AttemptPlan, Job, JobSettings
 from jdist._src.launch.output import Console
-from jdist._src.launch.ray_engine import ray_engine
+from jdist._src.launch.ray_engine import RayEngine
 from jdist._src.launch.signals import ReceivedSignals, received_signals
 from jdist._src.launch.variables import gpu_shares, gpus_of_slots, process_variables, usable_cores
 
@@ -109,9 +109,8 @@ def _engine(
     """Returns the function that runs the processes of an attempt, and the one that returns how many can run."""
     if arguments.engine == "ray":
         devices = arguments.devices_per_process
-        with ray_engine(
-            command, os.environ, settings, min_processes=min_processes, devices_per_process=devices
-        ) as engine:
+        engine = RayEngine(command, os.environ, settings, min_processes=min_processes, devices_per_process=devices)
+        with contextlib.closing(engine):
             yield engine.run, engine.capacity
         return
     gpus = gpu_shares(os.environ, num_slots, arguments.devices_per_process)

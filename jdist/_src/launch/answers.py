@@ -20,26 +20,20 @@ _STOPPED_SECONDS = 5.0  # until a process that is stopped is reported
 _PAUSE_SECONDS = 5.0  # between two checks, after which this process was stopped, too
 
 
-class AnswerTimes:
-    """When each process has last answered.
+class AnswerLimit:
+    """The time in which each process has to answer.
 
-    Mutable: it stores the times.
+    Mutable: it stores which processes it has warned about.
 
     Args:
-        limit_seconds: The time without an answer after which a process is killed; infinity for no limit.
+        seconds: The time without an answer after which a process is killed; infinity for no limit.
         console: Receives messages.
     """
 
-    def __init__(self, limit_seconds: float, console: Console):
-        self._limit_seconds, self._console = limit_seconds, console
-        self._times: dict[int, float] = {}  # by index of the process
-        self._warned: set[int] = set()
+    def __init__(self, seconds: float, console: Console):
+        self._seconds, self._console = seconds, console
+        self._warned: dict[int, float] = {}  # the last answer of a process before the warning, by its index
         self._last_check = time.monotonic()
-
-    def note(self, index: int) -> None:
-        """Records an answer of a process, or its start."""
-        self._times[index] = time.monotonic()
-        self._warned.discard(index)
 
     def kill_silent(self, processes: Iterable[RunningProcess], rules: EndRules) -> None:
         """Kills the running processes that have not answered in time. It is their failure.
@@ -51,24 +45,24 @@ class AnswerTimes:
             rules: Receives the failure.
         """
         now = time.monotonic()
-        if now - self._last_check > _PAUSE_SECONDS:
-            self._times = dict.fromkeys(self._times, now)
+        was_stopped = now - self._last_check > _PAUSE_SECONDS
         self._last_check = now
-        if math.isinf(self._limit_seconds) or rules.is_ending():
+        if math.isinf(self._seconds) or rules.is_ending():
             return
-        for process in processes:
-            silent = now - self._times[process.index]
-            if process.status is not None:
-                continue
-            if silent > self._limit_seconds:
+        for process in (process for process in processes if process.status is None):
+            if was_stopped:
+                process.answer_time = now
+            silent = now - process.answer_time
+            if silent > self._seconds:
                 process.send_signal(signal.SIGKILL, True)
-                rules.note_status(process, -signal.SIGKILL, f"no answer for {self._limit_seconds:g} seconds")
+                rules.note_status(process, -signal.SIGKILL, f"no answer for {self._seconds:g} seconds")
                 return
-            if silent > min(_WARNING_SECONDS, self._limit_seconds / 2) and process.index not in self._warned:
-                self._warned.add(process.index)
+            is_warned = self._warned.get(process.index) == process.answer_time
+            if silent > min(_WARNING_SECONDS, self._seconds / 2) and not is_warned:
+                self._warned[process.index] = process.answer_time
                 self._console.message(
                     f"process {process.index} has not answered for {silent:.0f} seconds. It is stopped, or a call holds "
-                    f"Python's lock. It is killed after {self._limit_seconds:g} seconds."
+                    f"Python's lock. It is killed after {self._seconds:g} seconds."
                 )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jdist._src.launch.answers import AnswerTimes, StoppedProcesses
+from jdist._src.launch.answers import AnswerLimit, StoppedProcesses
 from jdist._src.launch.child_processes import Guard
 from jdist._src.launch.command import Command, CommandProcess, Report
 from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, RunningProcess
@@ -59,7 +59,7 @@ class Attempt:
         self.processes: list[RunningProcess] = []
         self.rules = EndRules(self.processes, settings.times, settings.console, settings.signals.numbers)
         self._console, self._signals, self._check = settings.console, settings.signals, check
-        self._answers = AnswerTimes(settings.answer_seconds, settings.console)
+        self._answers = AnswerLimit(settings.answer_seconds, settings.console)
 
     def add(self, index: int, send_signal: Callable[[int, bool], None]) -> None:
         """Adds a process that has started.
@@ -70,7 +70,6 @@ class Attempt:
         """
         stdout, stderr = self._console.stdout_lines(index), self._console.stderr_lines(index)
         self.processes.append(RunningProcess(index, stdout, stderr, send_signal))
-        self._answers.note(index)
 
     def receive(self, process: RunningProcess, report: Report, reason: str = "") -> None:
         """Processes a report of a process.
@@ -83,8 +82,8 @@ class Attempt:
         process.stdout.feed(report.stdout)
         process.stderr.feed(report.stderr)
         for notice in report.notices:
-            self._answers.note(process.index)
-            self.rules.note(notice)
+            process.answer_time = time.monotonic()
+            self.rules.note(process, notice)
         if report.status is not None and process.status is None:
             process.status = report.status
             self.rules.note_status(process, report.status, reason)
@@ -156,7 +155,7 @@ def run_attempt(
     with Guard() as guard, contextlib.ExitStack() as stack:
         stack.callback(end)
         for index, environment in environments.items():
-            child = CommandProcess(command, index, environment, guard, settings.sends_answers)
+            child = CommandProcess(command, environment, guard, settings.sends_answers)
             children.append(child)
             attempt.add(index, child.send_signal)
         result = attempt.wait(receive_reports)

@@ -17,7 +17,7 @@ import types
 from typing import Any
 
 _ANSWER_SECONDS = 1.0
-_notices: tuple[int, int, str] | None = None  # the pipe, the id of this process, and its index
+_notices: tuple[int, int] | None = None  # the pipe, and the id of this process
 _NOT_SHOWN = (__file__, runpy.__file__, "<frozen runpy>")  # files whose frames are not part of a traceback
 
 
@@ -65,7 +65,7 @@ def write_notice(text: str = "") -> None:
     if _notices is None or _notices[1] != os.getpid():
         return
     with contextlib.suppress(OSError):  # the launcher has ended
-        os.write(_notices[0], f"{_notices[2]} {text}".strip().encode() + b"\n")
+        os.write(_notices[0], text.encode() + b"\n")
 
 
 def _send_answers() -> None:
@@ -80,10 +80,10 @@ def _send_answers() -> None:
 
 
 def _main() -> None:
-    parent, notices, index, sends_answers, kind, target, *arguments = sys.argv[1:]
+    parent, notices, sends_answers, kind, target, *arguments = sys.argv[1:]
     end_with_parent(int(parent))
     global _notices
-    _notices = int(notices), os.getpid(), index
+    _notices = int(notices), os.getpid()
     os.set_inheritable(int(notices), False)
     if int(sends_answers):
         _send_answers()

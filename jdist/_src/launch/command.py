@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from jdist._src.launch import child
 from jdist._src.launch.child_processes import Guard, end_child, exit_status, send_signal, start_child
-from jdist._src.launch.notices import Notice, parse_notices
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 64  # of a pipe per report: a process that does not end its output cannot hold up the others
@@ -35,13 +34,13 @@ class Report(NamedTuple):
     Attributes:
         stdout: New standard output.
         stderr: New standard error, including all that was written before the notices.
-        notices: The notices of the process.
+        notices: The notices of the process, as in the module `notices`.
         status: The exit status, `-n` after signal `n`; None while it runs.
     """
 
     stdout: bytes
     stderr: bytes
-    notices: list[Notice]
+    notices: list[str]
     status: int | None
 
 
@@ -50,7 +49,6 @@ class CommandProcess:
 
     Args:
         command: The command.
-        index: The index of the process.
         environment: The environment variables.
         guard: Kills the process if this process ends.
         sends_answers: Whether a thread of the process writes an answer every second.
@@ -60,9 +58,9 @@ class CommandProcess:
         open_pipes: The pipes whose end was not read.
     """
 
-    def __init__(self, command: Command, index: int, environment: Mapping[str, str], guard: Guard, sends_answers: bool):
+    def __init__(self, command: Command, environment: Mapping[str, str], guard: Guard, sends_answers: bool):
         self._notices, notices = os.pipe()
-        settings = [str(os.getpid()), str(notices), str(index), str(int(sends_answers)), command.kind, command.target]
+        settings = [str(os.getpid()), str(notices), str(int(sends_answers)), command.kind, command.target]
         self._popen = start_child(
             [sys.executable, "-u", child.__file__, *settings, *command.arguments],
             {**environment, **guard.variables},
@@ -83,7 +81,7 @@ class CommandProcess:
         """Returns what has happened since the last call."""
         status = exit_status(self._popen)
         notices, stdout, stderr = map(self._read, self._pipes)
-        return Report(stdout, stderr, list(parse_notices(notices)), status)
+        return Report(stdout, stderr, notices.decode().splitlines(), status)
 
     def send_signal(self, number: int, to_group: bool = False) -> None:
         """Sends a signal to the process, or to its process group."""

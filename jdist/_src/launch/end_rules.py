@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jdist._src.core.exit_statuses import HUNG, PREEMPTED
-from jdist._src.launch.notices import Notice, Presence
+from jdist._src.launch.notices import PRESENCES
 from jdist._src.launch.output import Console, PrefixedLines, failure_text
 
 _MEANINGS = {
@@ -117,6 +117,7 @@ class RunningProcess:
         stderr: The standard error.
         send_signal: Sends a signal to the process, or with True to its process group.
         status: The exit status, or None while the process runs.
+        answer_time: The time of its last answer, or of its start.
     """
 
     index: int
@@ -124,6 +125,7 @@ class RunningProcess:
     stderr: PrefixedLines
     send_signal: Callable[[int, bool], None]
     status: int | None = None
+    answer_time: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class EndRules:
@@ -152,7 +154,7 @@ class EndRules:
         self._failure: Failure | None = None
         self._is_ending = False  # for a reason that is not a failure of these processes
         self._deadline = math.inf  # of all processes
-        self._presence: dict[int, Presence] = {}  # of processes that jdist joins
+        self._presence: dict[int, str] = {}  # of processes that jdist joins
         self._ended_at: dict[int, float] = {}  # when the end of each process was seen
         self._exit_deadlines: dict[int, float] = {}  # of processes that have reported an error
 
@@ -161,12 +163,12 @@ class EndRules:
         if self._is_killed_by_user():
             self._kill()
 
-    def note(self, notice: Notice) -> None:
+    def note(self, process: RunningProcess, notice: str) -> None:
         """Records a notice of a process."""
-        if notice.presence is not None:
-            self._presence[notice.process] = notice.presence
-        if notice.status is not None:
-            self.note_status(next(p for p in self._processes if p.index == notice.process), notice.status)
+        if notice in PRESENCES:
+            self._presence[process.index] = notice
+        elif notice:
+            self.note_status(process, int(notice))
 
     def note_status(self, process: RunningProcess, status: int, reason: str = "") -> None:
         """Records the first failure, and lets the other processes end. A signal that was forwarded is not a failure.

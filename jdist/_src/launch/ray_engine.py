@@ -28,16 +28,6 @@ _MESSAGE_SECONDS = 5.0
 _END_SECONDS = 10.0
 
 
-def import_ray() -> Any:
-    """Returns the module `ray`.
-
-    Raises:
-        ImportError: It is not installed; the message has the command that installs it.
-    """
-    with optional_import("The engine `ray` needs Ray", "jdist[ray]"):
-        return importlib.import_module("ray")
-
-
 def connect_to_ray(environ: Mapping[str, str]) -> Any:
     """Connects this process to a running Ray cluster, unless it is connected, and returns the module `ray`.
 
@@ -48,7 +38,8 @@ def connect_to_ray(environ: Mapping[str, str]) -> Any:
         ImportError: Ray is not installed.
         ValueError: No Ray cluster runs.
     """
-    ray = import_ray()
+    with optional_import("The engine `ray` needs Ray", "jdist[ray]"):
+        ray: Any = importlib.import_module("ray")
     if ray.is_initialized():
         return ray
     address = environ.get("RAY_ADDRESS") or "auto"
@@ -69,16 +60,8 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
 
 
-@contextlib.contextmanager
-def ray_engine(
-    command: Command,
-    environ: Mapping[str, str],
-    settings: AttemptSettings,
-    *,
-    min_processes: int,
-    devices_per_process: int | None,
-) -> "Iterator[RayEngine]":
-    """Connects this process to a running Ray cluster while the block runs.
+class RayEngine:
+    """Runs a command in processes on the nodes of a running Ray cluster, to which this process is connected until `close`.
 
     Args:
         command: The command. The script, or the module, must exist on all nodes.
@@ -91,29 +74,22 @@ def ray_engine(
         ImportError: Ray is not installed.
         ValueError: No Ray cluster runs, or it cannot run these processes.
     """
-    with _unchanged_handlers():
-        ray = connect_to_ray(environ)
-    try:
-        bundle = process_bundle(ray.cluster_resources(), environ, min_processes, devices_per_process)
-        yield RayEngine(ray, command, environ, settings, bundle, devices_per_process)
-    finally:
-        ray.shutdown()
-
-
-class RayEngine:
-    """Runs a program in processes on the nodes of a running Ray cluster. `ray_engine` creates it."""
 
     def __init__(
         self,
-        ray: Any,
         command: Command,
         environ: Mapping[str, str],
         settings: AttemptSettings,
-        bundle: dict[str, float],
+        *,
+        min_processes: int,
         devices_per_process: int | None,
     ):
-        self._ray, self._command, self._environ, self._settings = ray, command, environ, settings
-        self._bundle, self._devices_per_process = bundle, devices_per_process
+        with _unchanged_handlers():
+            self._ray = connect_to_ray(environ)
+        self._command, self._environ, self._settings = command, environ, settings
+        self._devices_per_process = devices_per_process
+        self._bundle = process_bundle(self._ray.cluster_resources(), environ, min_processes, devices_per_process)
+        self.close = self._ray.shutdown
 
     def capacity(self) -> int:
         """Returns the number of processes that the nodes can run."""
@@ -220,7 +196,7 @@ class RayEngine:
         )
         ray.get(
             [
-                worker.start.remote(self._command, i, os.getcwd(), variables[i], self._settings.sends_answers)
+                worker.start.remote(self._command, os.getcwd(), variables[i], self._settings.sends_answers)
                 for i, worker in enumerate(workers)
             ]
         )

@@ -48,14 +48,11 @@ class RayWorker:
         self._port.bind(("", 0))
         return self._port.getsockname()[1]
 
-    def start(
-        self, command: Command, index: int, folder: str, variables: Mapping[str, str], sends_answers: bool
-    ) -> None:
+    def start(self, command: Command, folder: str, variables: Mapping[str, str], sends_answers: bool) -> None:
         """Starts the process.
 
         Args:
             command: The command.
-            index: The index of the process.
             folder: The working directory.
             variables: Environment variables, in addition to the variables of the actor.
             sends_answers: Whether the process answers every second.
@@ -67,7 +64,7 @@ class RayWorker:
         if command.kind == "script" and not os.path.isfile(command.target):
             raise FileNotFoundError(command.target)
         self._guard.__enter__()
-        self._process = CommandProcess(command, index, {**os.environ, **variables}, self._guard, sends_answers)
+        self._process = CommandProcess(command, {**os.environ, **variables}, self._guard, sends_answers)
 
     def poll(self, seconds: float) -> Report:
         """Returns a report, after at most `seconds`."""
