@@ -47,7 +47,7 @@ def launch(tmp_path_factory):
                 launcher = subprocess.Popen(
                     [*command, "train.py", name, "exact", *arguments],
                     cwd=folder,
-                    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+                    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/kit'}"},
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
