@@ -85,9 +85,8 @@ class Job:
         self._settings, self._run, self._signals, self._console = settings, run, signals, console
         self._capacity, self._place = capacity, place
         self._free_times = [0.0] * settings.max_processes
-        self._usable = (
-            settings.max_processes
-        )  # the number of processes that can run, since `rejoin_seconds` if it has grown
+        # The number of processes that can run. It grows when the capacity was larger for `rejoin_seconds`.
+        self._usable = settings.max_processes
         self._usable_time = self._next_check = 0.0
         self._restarts = self._failures = 0
         self._attempt = AttemptPlan(0, 0, 0, ())
