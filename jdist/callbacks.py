@@ -24,7 +24,7 @@ from jdist._src.training.events import Callback as Callback
 from jdist._src.training.events import CallbackResult as CallbackResult
 from jdist._src.training.events import Event as Event
 from jdist._src.training.events import Moment as Moment
-from jdist._src.training.progress.display_callback import Progress as Progress
+from jdist._src.training.progress import Progress as Progress
 from jdist._src.training.state import learning_rate_of as learning_rate_of
 
 _PUBLIC_CLASSES = [

@@ -1,8 +1,9 @@
 """HTML fragments for notebooks: text is escaped, colors come from the notebook's theme."""
 
 import html
+import io
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Row: TypeAlias = tuple[str, ...]
 
@@ -53,3 +54,12 @@ def table(rows: Iterable[Row], head: Row = (), foot: Row = (), *, right_from: in
     body = "".join(table_row(row, "td") for row in rows)
     parts = f"<thead>{table_row(head, 'th')}</thead><tbody>{body}</tbody><tfoot>{table_row(foot, 'th')}</tfoot>"
     return f'<table style="border-collapse:collapse;margin:.6em 0;color:inherit">{parts}</table>'
+
+
+def html_of(renderable: Any, width: int) -> str:
+    """Returns what rich prints in `width` columns as HTML. Lines that are too long for a page scroll horizontally."""
+    from rich.console import Console  # not needed until something is shown
+
+    console = Console(file=io.StringIO(), width=width, record=True, force_jupyter=False, force_terminal=True)
+    console.print(renderable)
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{_PRE};overflow-x:auto">{{code}}</pre>')

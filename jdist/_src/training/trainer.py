@@ -44,7 +44,7 @@ from jdist._src.training.metric_adapters import adapt_metrics
 from jdist._src.training.model_adapters import adapt_model
 from jdist._src.training.model_functions import NO_MODEL, TrainedModel
 from jdist._src.training.objectives import Objective, explained_data_errors
-from jdist._src.training.progress.display_callback import Progress, ProgressKind
+from jdist._src.training.progress import Progress, ProgressKind
 from jdist._src.training.resume import (
     StartPoint,
     check_is_state,
