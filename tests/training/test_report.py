@@ -142,9 +142,9 @@ def test_page_contains_the_results(page, words):
     assert any(page.words[i : i + len(words)] == words for i in range(len(page.words)))
 
 
-def test_page_has_a_labelled_chart_for_each_panel(page):
+def test_page_has_a_labelled_figure_of_the_charts(page):
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("figure", "aria-label")]
-    assert labels == ["Loss", "Metrics", "Examples per second"] and page.tags.count("svg") == 3
+    assert labels == ["Loss, Metrics, Examples per second, Steps that waited for input"] and page.tags.count("svg") == 1
 
 
 def test_page_defines_all_colors_for_light_and_dark(page):

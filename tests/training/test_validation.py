@@ -224,7 +224,7 @@ def test_progress_shows_each_validation(two, kind, capsys):
 def test_report_plots_and_texts_show_named_sets(two, tmp_path):
     result = fit(two, epochs=1, validate_every=2, validation_data={"easy": EASY, "hard": HARD})
     panels = {panel.title: panel for panel in chart_panels(result.history.rows, result.history.losses)}
-    assert [(line.label, line.dashed) for line in panels["Loss"].lines] == [
+    assert [(curve.label, curve.dashed) for curve in panels["Loss"].curves[1:]] == [
         ("training", False), ("easy", True), ("hard", True)
     ]  # fmt: skip
     assert "Easy loss" not in panels
@@ -237,8 +237,8 @@ def test_report_plots_and_texts_show_named_sets(two, tmp_path):
 def test_labels_of_named_sets_in_a_panel_of_several_metrics():
     rows = [{"step": 1, "a": 0.5, "val_big_a": 0.25, "b": 0.5, "val_b": 0.5}]
     (panel,) = chart_panels(rows, {})
-    assert [(line.label, line.dashed) for line in panel.lines] == [
-        ("a", False), ("a big", True), ("b", False), ("b", True)
+    assert [(curve.label, curve.dashed) for curve in panel.curves] == [
+        ("a", False), ("a big", True), ("b", False), ("b validation", True)
     ]  # fmt: skip
 
 

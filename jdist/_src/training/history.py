@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from jdist._src.training.report import matplotlib_charts
 from jdist._src.training.report.charts import FACTS as FACTS
-from jdist._src.training.report.charts import chart_panels, printable
+from jdist._src.training.report.charts import chart_panels, draw_figure, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,7 +139,7 @@ class History:
             >>> len(history.plot().axes)
             1
         """
-        figure = matplotlib_charts.draw_figure(chart_panels(self.rows, self.losses))
+        figure = draw_figure(chart_panels(self.rows, self.losses))
         if path is not None:
             figure.savefig(path)
         return figure

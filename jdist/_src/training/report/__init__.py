@@ -1,4 +1,4 @@
-"""The report of a fit: charts as SVG and matplotlib figures, and the HTML page.
+"""The report of a fit: its charts, and the HTML page.
 
 Read `page` first.
 """

@@ -1,11 +1,23 @@
-"""The data of the charts of a training run: which curves share a panel, and how a long loss curve is reduced."""
+"""The charts of a training run, drawn with matplotlib: one figure, which `History.plot` returns and the report contains."""
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import functools
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from jdist._src.core.optional_import import optional_import
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Columns of a history that are not metrics.
 FACTS = (
@@ -19,22 +31,42 @@ FACTS = (
     "learning_rate",
 )
 VALIDATION_PREFIX = "val_"
-_MAX_POINTS = 2_000  # per loss curve; more cannot be distinguished in print
+# On light and on dark paper. All light colors differ, because `figure_as_svg` replaces each by a CSS variable. The hues are
+# distinguishable with color blindness.
+COLORS = {
+    "paper": ("#fefefe", "#16191d"),
+    "ink": ("#3c434b", "#c6ccd3"),
+    "muted": ("#6a727b", "#949da7"),
+    "grid": ("#e6e8eb", "#2a3036"),
+    "bad": ("#c8102e", "#ff6b7d"),
+    "loss": ("#2364aa", "#6fb1f5"),
+    "metric-0": ("#0f8265", "#45c4a0"),
+    "metric-1": ("#b8551a", "#f0935a"),
+    "metric-2": ("#8a4a9e", "#cb93de"),
+    "metric-3": ("#8f6f00", "#d9b63c"),
+    "metric-4": ("#a33a5e", "#ef88aa"),
+}
+_INK = {name: light for name, (light, _) in COLORS.items()}
 _METRICS_PER_PANEL = 5  # the number of metric colors
+_MAX_POINTS = 200  # of the loss of the steps; a longer run is drawn as a range
 _LOG_RANGE = 100  # the ratio of largest to smallest value from which a scale is logarithmic
+_ROUND = (1, 2, 2.5, 5, 10)  # ticks are multiples of these
 _MAX_DRAWN = 1e100  # larger values are not drawn: the limits of an axis would overflow
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """A column of the history as a curve.
+class Curve:
+    """A column of the history, or the loss of the steps.
 
     Attributes:
-        label: The text beside its end.
+        label: The text in the legend; empty for no entry.
         color: The name of its color.
-        x: The positions of its values, `[row]`.
-        y: The values, `[row]`; some may be infinite or NaN.
+        x: The positions of its values, `[point]`.
+        y: The values, `[point]`; some may be infinite or NaN. Of the loss of the steps, the mean of the finite losses of each
+            group of consecutive steps.
         dashed: Whether it is a validation curve.
+        low: The smallest loss of each group of steps; None for a column.
+        high: The largest loss of each group of steps; None for a column.
     """
 
     label: str
@@ -42,29 +74,8 @@ class Line:
     x: np.ndarray
     y: np.ndarray
     dashed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class LossTrace:
-    """The loss of every step, or the minimum, mean and maximum of groups of consecutive steps.
-
-    Attributes:
-        x: The steps, `[point]`.
-        low: The minimum of each group; NaN where no loss is finite.
-        mean: The mean of the finite losses of each group.
-        high: The maximum.
-        smooth: A moving average.
-        every: The number of steps per group.
-        bad: The steps whose loss is not finite.
-    """
-
-    x: np.ndarray
-    low: np.ndarray
-    mean: np.ndarray
-    high: np.ndarray
-    smooth: np.ndarray
-    every: int
-    bad: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,70 +84,69 @@ class Panel:
 
     Attributes:
         title: The title.
-        note: An explanation below the title.
         x_label: The label of the x axis: `step`, or another column that gives the positions.
-        lines: The curves.
-        trace: The losses of the steps, in the panel of the loss.
-        strip: Values from 0 to 1, drawn below on separate axes.
-        zero: Whether the y axis starts at 0.
+        curves: The curves.
+        bad: The positions of values that are not finite.
+        zero: Whether the y axis contains 0.
     """
 
     title: str
-    note: str
     x_label: str
-    lines: tuple[Line, ...] = ()
-    trace: LossTrace | None = None
-    strip: Line | None = None
+    curves: Sequence[Curve]
+    bad: np.ndarray
     zero: bool = False
-
-    @property
-    def bad(self) -> np.ndarray:
-        """The positions of values that are not finite."""
-        positions = [line.x[~is_drawable(line.y)] for line in self.lines]
-        return np.unique(np.concatenate([*positions, self.trace.bad if self.trace else []]))
 
     @property
     def log(self) -> bool:
         """Whether the y axis is logarithmic: the values are positive and their ratio is large."""
-        values = self._drawable_values()
+        parts = [part for curve in self.curves for part in (curve.y, curve.low, curve.high) if part is not None]
+        values = np.concatenate(parts)
+        values = values[is_drawable(values)]
         if self.zero or not values.size:
             return False
         return bool(values.min() > 1 / _MAX_DRAWN and values.max() / _LOG_RANGE > values.min())
 
     @property
     def caption(self) -> str:
-        """The note, the kind of scale, and the number of values that are not drawn."""
+        """The kind of scale, and the number of values that are not drawn."""
         bad = f"{len(self.bad):,} not finite (×)" if len(self.bad) else ""
-        return "; ".join(filter(None, (self.note, "log scale" if self.log else "", bad)))
-
-    def _drawable_values(self) -> np.ndarray:
-        parts = [line.y for line in self.lines] + ([self.trace.low, self.trace.high] if self.trace else [])
-        values = np.concatenate([[], *parts])
-        return values[is_drawable(values)]
+        return "; ".join(filter(None, ("log scale" if self.log else "", bad)))
 
 
 def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -> list[Panel]:
-    """Returns the panels of a history: loss, metrics, learning rate and throughput, if they were recorded.
+    """Returns the panels of a history: loss, metrics, learning rate, throughput and input stall, if they were recorded.
 
     Metrics between 0 and 1 share panels; every other metric has a separate panel with its scale.
 
     Example:
         >>> rows = [{"step": 10, "loss": 2.0, "val_loss": 2.1, "accuracy": 0.5, "perplexity": 7.4}]
-        >>> [(panel.title, len(panel.lines)) for panel in chart_panels(rows, {})]
+        >>> [(panel.title, len(panel.curves)) for panel in chart_panels(rows, {})]
         [('Loss', 2), ('Accuracy', 1), ('Perplexity', 1)]
     """
-    x_label, positions = _positions(rows)
-    columns = _columns(rows, positions)
-    rate, throughput, stalled = map(columns.get, ("learning_rate", "examples_per_second", "stalled_fraction"))
-    panels = [_loss_panel(x_label, columns, losses), *_metric_panels(x_label, columns)]
-    if rate:
-        panels.append(Panel("Learning rate", "", x_label, (Line("", "ink", *rate),)))
-    if throughput or stalled:
-        lines = (Line("", "ink", *throughput),) if throughput else ()
-        strip = Line("", "ink", *stalled) if stalled else None
-        note = "below: steps that waited for their batch" if stalled else ""
-        panels.append(Panel("Examples per second", note, x_label, lines, strip=strip, zero=True))
-    return [panel for panel in panels if panel.lines or panel.trace or panel.strip]
+    x_label, columns = _columns(rows)
+    metrics = metric_columns(columns)
+    curves = _curves({"loss": metrics.pop("loss", {})}, columns, ["loss"])
+    trace, bad_steps = _loss_of_steps(losses)
+    panels = [_panel("Loss", x_label if curves else "step", [*trace, *curves], bad_steps)]
+    shared, separate = [], []
+    for name, data_names in metrics.items():
+        values = np.concatenate([columns[column][1] for column in data_names])
+        drawable = values[is_drawable(values)]
+        (shared if drawable.size and 0 <= drawable.min() <= drawable.max() <= 1 else separate).append(name)
+    groups = [shared[i : i + _METRICS_PER_PANEL] for i in range(0, len(shared), _METRICS_PER_PANEL)]
+    for names in [*groups, *([name] for name in separate)]:
+        first = printable(names[0][:1].upper() + names[0][1:], 32).replace("_", " ")
+        colors = [f"metric-{i}" for i in range(len(names))]
+        curves = _curves({name: metrics[name] for name in names}, columns, colors)
+        panels.append(_panel("Metrics" if len(names) > 1 else first, x_label, curves))
+    for title, column, zero in (
+        ("Learning rate", "learning_rate", False),
+        ("Examples per second", "examples_per_second", True),
+        ("Steps that waited for input", "stalled_fraction", True),
+    ):
+        if column in columns:
+            panels.append(_panel(title, x_label, [Curve("", "ink", *columns[column])], zero=zero))
+    return [panel for panel in panels if panel.curves]
 
 
 def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -198,104 +208,175 @@ def to_float(value: Any) -> float:
         return np.nan
 
 
-def _positions(rows: Sequence[Mapping[str, Any]]) -> tuple[str, np.ndarray]:
-    """Returns the x label and the x positions of the rows: their steps, or else their epochs, or else their numbers."""
-    for name in ("step", "epoch"):
-        positions = np.array([to_float(row.get(name)) for row in rows])
+def draw_figure(panels: Sequence[Panel]) -> "Figure":
+    """Returns a figure of all panels, two per row. It is not registered with pyplot.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+
+    Example:
+        >>> figure = draw_figure(chart_panels([{"step": 10, "loss": 2.0}], {}))
+        >>> figure.axes[0].get_xlabel()
+        'step'
+    """
+    with _style():
+        from matplotlib.figure import Figure
+
+        columns = min(2, max(1, len(panels)))
+        rows = max(1, math.ceil(len(panels) / columns))
+        figure = Figure((4.5 * columns, 3.1 * rows), facecolor=_INK["paper"], layout="constrained")
+        # Without this, a notebook shows a figure only if pyplot has been imported.
+        figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]
+        for i, panel in enumerate(panels, start=1):
+            _draw_panel(panel, figure.add_subplot(rows, columns, i))
+        if not panels:
+            figure.text(0.5, 0.5, "Nothing was recorded.", ha="center", va="center", color=_INK["muted"])
+    return figure
+
+
+def figure_as_svg(figure: "Figure") -> str:
+    """Returns a figure as an SVG element of a page. Its colors are CSS variables of the page.
+
+    Example:
+        >>> figure_as_svg(draw_figure(chart_panels([{"step": 10, "loss": 2.0}], {})))[:4]
+        '<svg'
+    """
+    file = io.StringIO()
+    with _style(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # the fonts of the browser are used
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
+    text = file.getvalue()
+    text = re.sub(r"<!--.*?-->|<style.*?</style>|<defs>\s*</defs>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = text.replace("xlink:href", "href")
+    for role, (light, _) in COLORS.items():
+        text = text.replace(light, f"var(--{role})")
+    text = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', text)
+    return re.sub(r"\n\s*", "\n", text)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Returns the x label, and the positions and the values of each column, over the rows that have it.
+
+    The positions are the steps of the rows, or else their epochs, or else their numbers.
+    """
+    for x_label in ("step", "epoch", "row"):
+        numbers = [number if x_label == "row" else row.get(x_label) for number, row in enumerate(rows, start=1)]
+        positions = np.array([to_float(number) for number in numbers])
         if is_drawable(positions).all():
-            return name, positions
-    return "row", np.arange(1.0, len(rows) + 1)
-
-
-def _columns(rows: Sequence[Mapping[str, Any]], positions: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the positions and the values of each column, over the rows that have it."""
-    pairs: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+            break
+    points: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for position, row in zip(positions, rows, strict=True):
         for name, value in row.items():
-            pairs[name].append((position, to_float(value)))
-    return {name: (np.array(column)[:, 0], np.array(column)[:, 1]) for name, column in pairs.items()}
+            points[name].append((position, to_float(value)))
+    return x_label, {name: tuple(np.transpose(column)) for name, column in points.items()}
 
 
-def _curves(
-    data_names: Mapping[str, str], color: str, columns: Mapping[str, Any], label: str | None = None
-) -> list[Line]:
-    """Returns the curves of a metric on its data.
-
-    Args:
-        data_names: The names of the data by the columns of the metric.
-        color: The color.
-        columns: The positions and values of all columns.
-        label: The name of the metric, in a panel with several; otherwise the names of the data are the labels.
-    """
-    lines = []
-    for column, data in data_names.items():
-        is_unnamed = data in ("training", "validation")
-        text = printable(data, 14) if label is None else label if is_unnamed else printable(f"{label} {data}", 14)
-        lines.append(Line(text, color, *columns[column], dashed=column.startswith(VALIDATION_PREFIX)))
-    return lines
+def _curves(metrics: Mapping[str, Mapping[str, str]], columns: Mapping[str, Any], colors: Sequence[str]) -> list[Curve]:
+    """Returns the curves of metrics, each on its data. The labels name the metrics if there are several."""
+    curves = []
+    for (name, data_names), color in zip(metrics.items(), colors, strict=True):
+        for column, data in data_names.items():
+            label = data if len(metrics) == 1 else name if data == "training" else f"{name} {data}"
+            is_validation = column.startswith(VALIDATION_PREFIX)
+            curves.append(Curve(printable(label, 24), color, *columns[column], is_validation))
+    return curves
 
 
-def _loss_panel(x_label: str, columns: Mapping[str, Any], losses: Mapping[int, Any]) -> Panel:
-    trace = _loss_trace(losses) if losses else None
-    lines = _curves(metric_columns(columns).get("loss", {}), "loss", columns)
-    notes = []
-    if trace:
-        notes.append("every step" if trace.every == 1 else f"range over every {trace.every:,} steps")
-    if lines:
-        notes.append("points: averages since the previous point")
-    return Panel("Loss", ", ".join(notes), x_label if lines else "step", tuple(lines), trace)
+def _panel(title: str, x_label: str, curves: Sequence[Curve], bad_steps: Any = (), zero: bool = False) -> Panel:
+    bad = [curve.x[~is_drawable(curve.y)] for curve in curves if curve.low is None]
+    return Panel(title, x_label, curves, np.unique(np.concatenate([*bad, bad_steps])), zero)
 
 
-def _metric_panels(x_label: str, columns: Mapping[str, Any]) -> list[Panel]:
-    separate, shared = [], []
-    metrics = metric_columns(columns)
-    for name in metrics:
-        if name == "loss":
-            continue
-        values = np.concatenate([columns[column][1] for column in metrics[name]])
-        drawable = values[is_drawable(values)]
-        (shared if drawable.size and 0 <= drawable.min() <= drawable.max() <= 1 else separate).append(name)
-    groups = [shared[i : i + _METRICS_PER_PANEL] for i in range(0, len(shared), _METRICS_PER_PANEL)]
-    groups += [[name] for name in separate]
-    return [_metric_panel(x_label, {name: metrics[name] for name in names}, columns) for names in groups]
-
-
-def _metric_panel(x_label: str, metrics: Mapping[str, Mapping[str, str]], columns: Mapping[str, Any]) -> Panel:
-    has_several, first_name = len(metrics) > 1, next(iter(metrics))
-    lines = [
-        line
-        for i, (name, data_names) in enumerate(metrics.items())
-        for line in _curves(
-            data_names, f"metric-{i % _METRICS_PER_PANEL}", columns, printable(name, 14) if has_several else None
-        )
-    ]
-    note = "dashed: validation" if has_several and any(line.dashed for line in lines) else ""
-    title = "Metrics" if has_several else printable(first_name[:1].upper() + first_name[1:], 32).replace("_", " ")
-    return Panel(title, note, x_label, tuple(lines))
-
-
-def _loss_trace(losses: Mapping[int, Any]) -> LossTrace:
+def _loss_of_steps(losses: Mapping[int, Any]) -> tuple[list[Curve], np.ndarray]:
+    """Returns the curve of the loss of the steps, if there are any, and the steps whose loss is not finite."""
+    if not losses:
+        return [], np.array([])
     steps = np.array([to_float(step) for step in losses])
     if not is_drawable(steps).all():
         steps = np.arange(1.0, len(losses) + 1)
     order = np.argsort(steps, kind="stable")
     steps, values = steps[order], np.array([to_float(value) for value in losses.values()])[order]
-    drawable = is_drawable(values)
+    bad = ~is_drawable(values)
     every = -(-len(values) // _MAX_POINTS)
-    starts = np.arange(0, len(values), every)
-    counts = np.add.reduceat(drawable, starts, dtype=float)
-    sums = np.add.reduceat(np.where(drawable, values, 0), starts)
-    low = np.minimum.reduceat(np.where(drawable, values, np.inf), starts)
-    high = np.maximum.reduceat(np.where(drawable, values, -np.inf), starts)
-    mean = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
-    low, high = np.where(counts > 0, low, np.nan), np.where(counts > 0, high, np.nan)
-    x = np.add.reduceat(steps, starts) / np.diff(np.append(starts, len(values)))
-    return LossTrace(x, low, mean, high, _moving_average(sums, counts), every, steps[~drawable])
+    padding = (0, -len(values) % every)
+    masked = np.ma.masked_array(np.pad(values, padding), np.pad(bad, padding, constant_values=True)).reshape(-1, every)
+    x = np.pad(steps, padding, mode="edge").reshape(-1, every).mean(axis=1)
+    mean, low, high = (np.ma.filled(x, np.nan) for x in (masked.mean(1), masked.min(1), masked.max(1)))
+    label = "every step" if every == 1 else f"range of {every:,} steps"
+    return [Curve(label, "loss", x, mean, low=low, high=high)], steps[bad]
 
 
-def _moving_average(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns an average around each point with a Hann window; NaN where no value is finite."""
-    radius = max(1, len(sums) // 40)
-    window = np.hanning(2 * radius + 3)[1:-1]
-    total, count = (np.convolve(part, window)[radius : radius + len(sums)] for part in (sums, counts))
-    return np.divide(total, count, out=np.full(len(sums), np.nan), where=count > 0)
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    """Applies the style of this module, independent of the user's settings, which it restores."""
+    with optional_import("Charts need matplotlib", "jdist[plot]"):
+        import matplotlib
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams["font.size"] = 9
+        matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+        matplotlib.rcParams["svg.hashsalt"] = "jdist"  # the ids in the SVG are deterministic
+        yield
+
+
+def _png(figure: "Figure") -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=144)
+    return file.getvalue()
+
+
+def _draw_panel(panel: Panel, axes: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(panel.title, loc="left", color=_INK["ink"], weight="bold", parse_math=False)
+    label = "\n".join(filter(None, (panel.x_label, panel.caption)))
+    axes.set_xlabel(label, color=_INK["muted"], size=8, parse_math=False)
+    axes.set_facecolor("none")
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines["bottom"].set_color(_INK["grid"])
+    axes.tick_params(colors=_INK["muted"], length=0, pad=5)
+    axes.grid(axis="y", color=_INK["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=_ROUND))
+    if panel.log:
+        axes.set_yscale("log")
+        axes.minorticks_off()
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_ROUND))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.10g}")
+    if panel.zero:
+        axes.update_datalim([(panel.curves[0].x[0], 0)])
+    lines = [_draw_curve(curve, axes) for curve in panel.curves]
+    if len(panel.bad):
+        bad = panel.bad[:: -(-len(panel.bad) // 200)]
+        transform = axes.get_xaxis_transform()
+        axes.plot(bad, np.full(len(bad), 0.03), "x", transform=transform, color=_INK["bad"], label="not finite")
+    labels = [curve.label for curve in panel.curves]
+    if any(labels):
+        legend = axes.legend(lines, "·" * len(lines), frameon=False, fontsize=8, labelcolor=_INK["ink"])
+        for text, label in zip(legend.get_texts(), labels, strict=True):  # the legend omits a label that begins with _
+            text.set(text=label, parse_math=False)
+
+
+def _draw_curve(curve: Curve, axes: "Axes") -> Any:
+    """Draws a curve, and returns its line."""
+    color, values = _INK[curve.color], np.where(is_drawable(curve.y), curve.y, np.nan)
+    if curve.low is not None and curve.high is not None:
+        axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.22, linewidth=0)
+        marker = "." if len(curve.x) == 1 else ""
+        return axes.plot(curve.x, values, marker=marker, color=color, linewidth=0.8, alpha=0.5, label=curve.label)[0]
+    (line,) = axes.plot(
+        curve.x,
+        values,
+        linestyle=(0, (4, 2)) if curve.dashed else "-",
+        color=color,
+        linewidth=1.5,
+        marker="o" if len(curve.x) <= 60 else "",
+        markersize=4,
+        markerfacecolor=_INK["paper"] if curve.dashed else color,
+        label=curve.label,
+        zorder=3,
+    )
+    return line

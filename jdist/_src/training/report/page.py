@@ -11,17 +11,23 @@ import pathlib
 import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import jax
 
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.paths import as_path
 from jdist._src.execution.traced import Proof
-from jdist._src.strategies.description import Description
 from jdist._src.training.history import History, format_value, row_name
-from jdist._src.training.report import matplotlib_charts
-from jdist._src.training.report.charts import VALIDATION_PREFIX, chart_panels, metric_columns, printable, to_float
+from jdist._src.training.report.charts import (
+    COLORS,
+    VALIDATION_PREFIX,
+    chart_panels,
+    figure_as_svg,
+    metric_columns,
+    printable,
+    to_float,
+)
 
 _MAX_NAMES = 2_000  # in a list of results
 _MAX_PROOF_LENGTH = 400
@@ -31,42 +37,13 @@ _CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _PAGE_COLORS = {"ground": ("#f5f6f7", "#0e1013"), "text": ("#1c2126", "#e4e7eb"), "line": ("#e2e5e9", "#272c32")}
 
 
-class FinishedRun(Protocol):
-    """The attributes of a `Fit` that the report shows."""
-
-    @property
-    def history(self) -> History:
-        """The recorded rows and losses."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """The number of steps taken."""
-        ...
-
-    @property
-    def stop_reason(self) -> str:
-        """The reason why training stopped, a sentence."""
-        ...
-
-    @property
-    def description(self) -> Description | None:
-        """The devices, and the placement of the state."""
-        ...
-
-    @property
-    def proof(self) -> Proof | None:
-        """The result of the replication proof."""
-        ...
-
-
-def write_report(fit: FinishedRun, path: str | os.PathLike[str], *, title: str = "Training") -> pathlib.Path:
+def write_report(fit: Any, path: str | os.PathLike[str], *, title: str = "Training") -> pathlib.Path:
     """Writes the report of a training run. With several processes, process 0 writes it.
 
     The file is written atomically and replaces an existing one.
 
     Args:
-        fit: The result of training.
+        fit: The result of training, a `Fit`, whose module imports this one.
         path: The file to write, `.html`.
         title: The heading of the page.
 
@@ -96,16 +73,14 @@ def write_report(fit: FinishedRun, path: str | os.PathLike[str], *, title: str =
     return path
 
 
-def _page(fit: FinishedRun, title: str) -> str:
+def _page(fit: Any, title: str) -> str:
     history, written = fit.history, datetime.datetime.now(datetime.UTC)
-    charts = "".join(
-        f'<figure role="img" aria-label="{_escaped(panel.title)}"><figcaption><strong>{_escaped(panel.title)}</strong>'
-        f"<span>{_escaped(panel.caption)}</span></figcaption>{matplotlib_charts.draw_svg(panel, f'chart-{i}')}</figure>"
-        for i, panel in enumerate(chart_panels(history.rows, history.losses))
-    )
+    figure = figure_as_svg(history.plot())
+    titles = _escaped(", ".join(panel.title for panel in chart_panels(history.rows, history.losses)))
+    charts = f'<figure class="wide" role="img" aria-label="{titles}" tabindex="0">{figure}</figure>'
     sections = [
         *(f'<dl class="cards">{"".join(cards)}</dl>' for cards in (_metric_cards(history), _run_cards(fit))),
-        _section("Charts", f'<div class="charts">{charts}</div>' if charts else "<p>Nothing was recorded.</p>"),
+        _section("Charts", charts),
     ]
     if len(history):
         sections.append(
@@ -143,7 +118,7 @@ def _escaped(text: str) -> str:
 
 def _style() -> str:
     """Returns the style sheet with the color variables for light and dark screens; paper is light."""
-    colors = matplotlib_charts.COLORS | _PAGE_COLORS
+    colors = COLORS | _PAGE_COLORS
     light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in colors.items()) for i in (0, 1))
     sheet = importlib.resources.files("jdist._src.training.report").joinpath("report.css").read_text(encoding="utf-8")
     return (
@@ -164,7 +139,7 @@ def _metric_cards(history: History) -> Iterable[str]:
                 yield _card(name, format_value(history[column][-1]), "training")
 
 
-def _run_cards(fit: FinishedRun) -> Iterable[str]:
+def _run_cards(fit: Any) -> Iterable[str]:
     """Yields cards for the number of steps, the duration and the throughput."""
     history = fit.history
     rows = f"{row_name(history)}s"
