@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jdist import callbacks
-from jdist._src.callbacks.log_rows import FACTS
+from jdist._src.callbacks.rows import FACTS
 from jdist._src.training.events import as_callbacks
 
 from small_loop import State, place, regression, train

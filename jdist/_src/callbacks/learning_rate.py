@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from jdist._src.callbacks.arguments import check_function
-from jdist._src.callbacks.log_rows import ExtraColumns
+from jdist._src.callbacks.rows import ExtraColumns
 from jdist._src.training.events import Event
 from jdist._src.training.state import Schedule, learning_rate_of
 

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from jdist._src.callbacks.arguments import as_path
-from jdist._src.callbacks.log_rows import FACTS, ExtraColumns, RowWriter, row_of
+from jdist._src.callbacks.rows import FACTS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.paths import append_text, is_url
 from jdist._src.training.events import Event
@@ -31,8 +31,8 @@ class _Log(RowWriter):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
 
-    def _write(self, event: Event) -> None:
-        row = {name: _to_python(value) for name, value in row_of(event, self._also).items()}
+    def _write(self, event: Event, columns: Mapping[str, Any]) -> None:
+        row = {name: _to_python(value) for name, value in row_of(event, columns).items()}
         line = self._line(row)  # before the file is opened, because this may replace it
         append_text(self.path, line)
 

@@ -1,14 +1,72 @@
-"""Rows of numbers for trackers of experiments."""
+"""Callbacks that write rows of numbers: when a row is due, its contents, and those that a function receives."""
 
+import abc
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, final
 
+import jax
 import numpy as np
 
 from jdist._src.callbacks.arguments import check_function
-from jdist._src.callbacks.log_rows import ExtraColumns, RowWriter, row_of
-from jdist._src.training.events import Event
+from jdist._src.core.arguments import as_int
+from jdist._src.training.events import Callback, Event, Moment
+
+ExtraColumns: TypeAlias = Callable[[Event], Mapping[str, float]]
+FACTS = ("moment", "epoch", "step", "seconds", "examples", "stalled_fraction")
+
+
+class RowWriter(Callback, abc.ABC):
+    """Base class of callbacks that write rows: after each epoch and each validation, and every `every` steps.
+
+    If training ends within an epoch, one more row is written. Process 0 writes.
+
+    Args:
+        every: The number of steps between additional rows; each of them reads the metrics from the devices.
+        also: Additional columns: functions from an event to names and numbers, such as `jdist.callbacks.learning_rate()`.
+    """
+
+    def __init__(self, every: int | None, also: Sequence[ExtraColumns]):
+        if not isinstance(also, (tuple, list)):
+            raise TypeError(
+                f"`also` must be a list of functions of an event, got {type(also).__name__}: write "
+                "`also=[callbacks.learning_rate()]`."
+            )
+        for function in also:
+            check_function("also", function, "an event")
+        self._every, self._also = None if every is None else as_int("`every`", every, 1), tuple(also)
+        self._last_step = self._last_due = 0
+
+    def __call__(self, event: Event, /) -> None:
+        """Writes a row if one is due."""
+        last_step, self._last_step = self._last_step, event.step  # a call of the step may take several steps
+        match event.moment:
+            case Moment.START:
+                self._last_due = event.step
+                if jax.process_index() == 0:
+                    self._begin(event.step)
+                return
+            case Moment.STEP:
+                is_due = self._every is not None and event.step // self._every > last_step // self._every
+            case Moment.VALIDATION | Moment.EPOCH:
+                is_due = True
+            case Moment.END:
+                is_due = event.step > self._last_due
+        if is_due:
+            self._last_due = event.step
+        if is_due and jax.process_index() == 0:
+            columns = event.logs
+            for function in self._also:
+                columns = _disjoint_union(columns, function(event))
+            self._write(event, columns)
+
+    @abc.abstractmethod
+    def _begin(self, step: int) -> None:
+        """Prepares the destination for the steps after `step`. Raises ValueError if it is not writable."""
+
+    @abc.abstractmethod
+    def _write(self, event: Event, columns: Mapping[str, Any]) -> None:
+        """Writes a row: the loss, the metrics and the additional columns of an event."""
 
 
 @final
@@ -45,10 +103,27 @@ class Rows(RowWriter):
     def _begin(self, step: int) -> None:
         """The tracker has been started by the user."""
 
-    def _write(self, event: Event) -> None:
-        row = row_of(event, self._also)
+    def _write(self, event: Event, columns: Mapping[str, Any]) -> None:
+        row = row_of(event, columns)
         numbers = {name: value for name, value in row.items() if name not in ("moment", "step") and np.ndim(value) == 0}
         self._function(numbers, step=event.step)
+
+
+def row_of(event: Event, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the facts of an event and its measured columns.
+
+    Raises:
+        ValueError: Two columns have the same name.
+    """
+    facts = {name: getattr(event, name) for name in FACTS} | {"moment": str(event.moment)}
+    return _disjoint_union(facts, columns)
+
+
+def _disjoint_union(columns: Mapping[str, Any], other_columns: Mapping[str, Any]) -> dict[str, Any]:
+    repeated = sorted(set(columns) & set(other_columns))
+    if repeated:
+        raise ValueError(f"Two columns have the name {', '.join(map(repr, repeated))}. Rename one of them.")
+    return {**columns, **other_columns}
 
 
 def _accepts_step(function: Callable[..., Any]) -> bool:

@@ -2,13 +2,13 @@
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from jdist._src.callbacks.arguments import as_path, make_directory
-from jdist._src.callbacks.log_rows import ExtraColumns, RowWriter, measured_columns
+from jdist._src.callbacks.rows import ExtraColumns, RowWriter
 from jdist._src.core.optional_import import optional_import
 from jdist._src.training.events import Event, Moment
 
@@ -76,12 +76,10 @@ class TensorBoard(RowWriter):
         options: dict[str, Any] = {"purge_step": step + 1, "filename_suffix": f".{step}"} if step else {}
         self._writer = tensorboardX.SummaryWriter(str(self.directory), flush_secs=5, **options)
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Event, columns: Mapping[str, Any]) -> None:
         step, names = self._written
         names = names if step == event.step else set()
-        columns = measured_columns(event, self._also)
-        new_columns = {name: value for name, value in columns.items() if name not in names}
-        for name, value in new_columns.items():
-            if np.ndim(value) == 0:
+        for name, value in columns.items():
+            if name not in names and np.ndim(value) == 0:
                 self._writer.add_scalar(name, float(value), event.step)
-        self._written = (event.step, names | set(new_columns))
+        self._written = (event.step, names | set(columns))

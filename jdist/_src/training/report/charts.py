@@ -278,8 +278,8 @@ def _curves(metrics: Mapping[str, Mapping[str, str]], columns: Mapping[str, Any]
     for (name, data_names), color in zip(metrics.items(), colors, strict=True):
         for column, data in data_names.items():
             label = data if len(metrics) == 1 else name if data == "training" else f"{name} {data}"
-            is_validation = column.startswith(VALIDATION_PREFIX)
-            curves.append(Curve(printable(label, 24), color, *columns[column], is_validation))
+            x, y = columns[column]
+            curves.append(Curve(printable(label, 24), color, x, y, dashed=column.startswith(VALIDATION_PREFIX)))
     return curves
 
 
