@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 
 import jax
 import numpy as np
@@ -44,8 +45,7 @@ def test_fit_is_a_short_text_and_tables_in_a_notebook(result):
     assert len(text) < 250
     assert text.startswith("Fit(4 steps, 1 epoch, loss ") and "val_accuracy" in text
     assert text.endswith("; state: TrainState, 3,633 numbers)")
-    assert ">stop reason</td>" in page and ">All requested steps were taken.</td>" in page
-    assert page.count("<table") == 2
+    assert re.search("stop reason *</span>All requested steps were taken.", page) and page.count("<pre") == 2
 
 
 def test_fit_with_a_donated_state_prints_and_cannot_be_copied(result, two):

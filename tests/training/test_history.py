@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -148,12 +149,12 @@ def test_long_table_contains_the_first_and_last_rows_and_the_number_of_omitted_o
     lines = str(History(epochs(1000))).splitlines()
     assert len(lines) == 32 and lines[1].split() == ["0", "10"] and lines[-1].split() == ["999", "10,000"]
     assert "… 970 more" in lines[16]
-    assert History(epochs(1000))._repr_html_().count("<tr>") == 202
+    assert len(History(epochs(1000))._repr_html_().splitlines()) == 202 + 1
 
 
 def test_html_table_escapes_names_and_values():
     text = History([{"<script>": "<b>"}])._repr_html_()
-    assert "<td>&lt;b&gt;</td>" in text and "<th>&lt;script&gt;</th>" in text and "<script>" not in text
+    assert "&lt;b&gt;" in text and "&lt;script&gt;" in text and not {"<b>", "<script>"} & set(re.findall("<.*?>", text))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +352,7 @@ def test_svg_uses_css_colors_and_is_deterministic():
 @few
 @hypothesis.given(HISTORIES)
 def test_any_history_is_shown_as_text_table_and_charts(history):
-    assert str(history) and repr(history) and history._repr_html_().startswith("<table>")
+    assert str(history) and repr(history) and history._repr_html_().startswith("<pre")
     str(history).encode()
     ET.fromstring(figure_as_svg(history.plot()))
 

@@ -139,7 +139,7 @@ def test_page_is_valid_and_self_contained(page):
     ids=lambda words: words[0],
 )
 def test_page_contains_the_results(page, words):
-    assert any(page.words[i : i + len(words)] == words for i in range(len(page.words)))
+    assert " ".join(words) in " ".join(" ".join(page.words).split())
 
 
 def test_page_has_a_labelled_figure_of_the_charts(page):

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jdist._src.core import html
 from jdist._src.core.arguments import as_int
 from jdist._src.core.errors import BatchedElementsWarning
 from jdist._src.core.migration_hints import explains_attributes
+from jdist._src.core.rendering import facts_table, html_of
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.data.batch_sync import Channel, ProcessBatchSync, new_channel
@@ -76,7 +76,7 @@ class DistributedDataset:
         return _text(type(self).__name__, self._config.facts(self._share))
 
     def _repr_html_(self) -> str:
-        return _table(type(self).__name__, self._config.facts(self._share))
+        return html_of(facts_table(type(self).__name__, self._config.facts(self._share)))
 
     @property
     def element_spec(self) -> PyTree:
@@ -283,7 +283,7 @@ class DistributedIterator:
         return _text(type(self).__name__, self._facts())
 
     def _repr_html_(self) -> str:
-        return _table(type(self).__name__, self._facts())
+        return html_of(facts_table(type(self).__name__, self._facts()))
 
     def _facts(self) -> dict[str, str]:
         dataset, position, measured = self._dataset, self._position, self._timer.stats()
@@ -377,10 +377,6 @@ def examples_and_stalled_fraction(iterator: DistributedIterator) -> tuple[int, f
 
 def _text(title: str, facts: Mapping[str, str]) -> str:
     return f"<{title}: {'; '.join(f'{name}: {fact}' for name, fact in facts.items())}>"
-
-
-def _table(title: str, facts: Mapping[str, str]) -> str:
-    return html.block(html.heading(title), html.table(facts.items()))
 
 
 def _device_batches(

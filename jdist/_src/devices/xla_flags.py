@@ -8,8 +8,11 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from jdist._src.core import html, jax_compat
+from jdist._src.core import jax_compat
+from jdist._src.core.rendering import html_of
 from jdist._src.core.tree import one_line
+
+_WIDTH = 300  # of a table in a notebook, in characters: no link is folded
 
 
 @dataclass(frozen=True)
@@ -100,32 +103,17 @@ class XlaFlags:
         from rich.table import Column, Table  # imported only to print
 
         if not self.flags:
-            return self._no_flags
-        columns = [Column(head, overflow="fold") for head in _HEAD]  # long cells are folded, not truncated
-        table = Table(*columns, title=self._title)
-        for row in self._rows:
-            table.add_row(*row)
+            return f"No flags are recommended for {self.platform}."
+        heads = "flag", "reason", "recommended by"
+        columns = [Column(head, overflow="fold") for head in heads]  # long cells are folded, not truncated
+        table = Table(*columns, title=f"{self.variable} for {self.platform}")
+        for flag in self.flags:
+            table.add_row(str(flag), flag.reason, flag.link)
         return table
 
     def _repr_html_(self) -> str:
-        if not self.flags:
-            return html.block(html.paragraph(self._no_flags))
-        return html.block(html.heading(self._title), html.table(self._rows, _HEAD))
+        return html_of(self, _WIDTH)
 
-    @property
-    def _title(self) -> str:
-        return f"{self.variable} for {self.platform}"
-
-    @property
-    def _no_flags(self) -> str:
-        return f"No flags are recommended for {self.platform}."
-
-    @property
-    def _rows(self) -> list[html.Row]:
-        return [(str(flag), flag.reason, flag.link) for flag in self.flags]
-
-
-_HEAD = ("flag", "reason", "recommended by")
 
 _TOOLBOX = "https://docs.nvidia.com/jax-toolbox/"
 _XLA_PROTO = "https://github.com/openxla/xla/blob/main/xla/xla.proto"

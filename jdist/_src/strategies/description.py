@@ -2,12 +2,11 @@
 
 import collections
 import dataclasses
-import io
 import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,9 @@ import numpy as np
 from jax import core
 from jax.sharding import NamedSharding, Sharding
 
-from jdist._src.core import html
 from jdist._src.core.arguments import as_int
-from jdist._src.core.html import Row
 from jdist._src.core.nn_modules import leaves_with_path, to_array_tree
+from jdist._src.core.rendering import facts_table, html_of, text_of
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
@@ -29,6 +27,7 @@ from jdist._src.values.device_put import check_wrapper
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateLeaf, StateSharding, state_leaves
 
+Row: TypeAlias = tuple[str, ...]
 _MAX_WIDTHS = (None, 17, None, 9, 9, 9)  # of the columns
 _HEAD = ("leaf", "array", "placement", "bytes", "bytes per device", "host bytes per device")
 
@@ -99,55 +98,30 @@ class Description:
         return f"Description({', '.join(facts)})"
 
     def __str__(self) -> str:
-        from rich.console import Console  # not needed until something is printed
-
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+        return text_of(self, WIDTH)
 
     def __rich__(self) -> Any:
         from rich import box
         from rich.console import Group
-        from rich.table import Column, Table
+        from rich.table import Table
         from rich.text import Text  # a plain string would be read as markup: paths contain brackets
 
-        facts = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
-        for row in _facts(self.replicas):
-            facts.add_row(*map(Text, row))
-        parts = [Text(self.strategy, style="bold"), facts, Text(_mesh_drawing(self.replicas), no_wrap=True)]
+        drawing = Text(_mesh_drawing(self.replicas), no_wrap=True)
+        parts = [facts_table(self.strategy, _facts(self.replicas)), drawing]
         if self.leaves:
             *rows, total = self._rows()
-            columns = [
-                Column(
-                    name,
-                    footer=Text(last),
-                    justify="left" if i < 3 else "right",
-                    overflow="fold",
-                    max_width=_MAX_WIDTHS[i],
-                )
-                for i, (name, last) in enumerate(
-                    zip(_HEAD, total, strict=False)
-                )  # long texts are folded, and nothing is cut
-            ]
-            table = Table(
-                *columns, show_footer=True, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
-            )  # without lines, to be narrow
+            # Without lines, to be narrow. Long texts are folded, and nothing is cut.
+            table = Table(show_footer=True, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+            for i, (name, last) in enumerate(zip(_HEAD, total, strict=False)):
+                side = "left" if i < 3 else "right"
+                table.add_column(name, Text(last), justify=side, overflow="fold", max_width=_MAX_WIDTHS[i])
             for row in rows:
                 table.add_row(*map(Text, row))
             parts.append(table)
         return Group(*parts, *([Text(self.note)] if self.note else []))
 
     def _repr_html_(self) -> str:
-        parts = [
-            html.heading(self.strategy),
-            html.table(_facts(self.replicas)),
-            html.monospaced(_mesh_drawing(self.replicas)),
-        ]
-        if self.leaves:
-            rows = self._rows()
-            parts.append(html.table(rows[:-1], _HEAD[: len(rows[0])], rows[-1], right_from=3))
-        return html.block(*parts, html.paragraph(self.note))
+        return html_of(self)
 
     def _rows(self) -> list[Row]:
         """The table of the leaves; the last row is the total."""
@@ -384,7 +358,7 @@ def _memories(replicas: Replicas) -> str:
     return ", ".join(dict.fromkeys([default, *sorted(next(filter(None, kinds), []))]))
 
 
-def _facts(replicas: Replicas) -> list[Row]:
+def _facts(replicas: Replicas) -> dict[str, str]:
     devices = list(replicas.mesh.devices.flat)
     kinds = collections.Counter(f"{device.device_kind} ({device.platform})" for device in devices)
     kind_counts = ", ".join(f"{count:,} of kind {kind}" for kind, count in kinds.items())
@@ -395,12 +369,12 @@ def _facts(replicas: Replicas) -> list[Row]:
     placement = "over all devices" if replicas.batch_axes else "one per device"
     if replicas.virtual:
         placement = f"virtual, at most {replicas.max_per_device} per device"
-    return [
-        ("mesh", " x ".join(f"{axis!r} {size:,}" for axis, size in replicas.mesh.shape.items())),
-        ("devices", f"{kind_counts}, memory: {_memories(replicas)}"),
-        ("processes", f"{len(ids_by_process):,}" + (f"; {owners}" if len(ids_by_process) > 1 else "")),
-        ("replicas", f"{replicas.size:,}, {placement}"),
-    ]
+    return {
+        "mesh": " x ".join(f"{axis!r} {size:,}" for axis, size in replicas.mesh.shape.items()),
+        "devices": f"{kind_counts}, memory: {_memories(replicas)}",
+        "processes": f"{len(ids_by_process):,}" + (f"; {owners}" if len(ids_by_process) > 1 else ""),
+        "replicas": f"{replicas.size:,}, {placement}",
+    }
 
 
 def _mesh_drawing(replicas: Replicas) -> str:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core import html
 from jdist._src.core.migration_hints import explains_attributes
+from jdist._src.core.rendering import facts_table, html_of
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.traced import Proof
 from jdist._src.strategies.description import Description
@@ -70,7 +70,7 @@ class Fit:
         facts = {"steps": f"{self.steps:,}", **self._last_metrics(), "stop reason": self.stop_reason}
         proof = {} if self.proof is None else {"proof": str(self.proof)}
         rows = {**facts, "state": describe_state(self.state), **proof}
-        return html.block(html_table("Fit", rows), self.history._repr_html_())
+        return html_table("Fit", rows) + self.history._repr_html_()
 
     def _last_metrics(self) -> dict[str, str]:
         row = self.history.rows[-1] if self.history.rows else {}
@@ -139,7 +139,7 @@ def is_donated(state: PyTree) -> bool:
 
 def html_table(title: str, facts: Mapping[str, str]) -> str:
     """Returns an HTML table with a title and one row per fact."""
-    return html.heading(title) + html.table((name, printable(fact, 400)) for name, fact in facts.items())
+    return html_of(facts_table(title, {name: printable(fact, 400) for name, fact in facts.items()}))
 
 
 def name_of(value: Any) -> str:

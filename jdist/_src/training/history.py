@@ -1,13 +1,13 @@
 """The record of training: one row per epoch or validation, and the loss of every step."""
 
 import dataclasses
-import html
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from jdist._src.core.rendering import html_of, text_of
 from jdist._src.training.report.charts import FACTS as FACTS
 from jdist._src.training.report.charts import chart_panels, draw_figure, printable
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_TEXT_ROWS, _MAX_HTML_ROWS = 30, 200
+_WIDTH = 10_000  # no column is folded
 
 
 class _Losses(dict[int, float]):
@@ -101,23 +102,10 @@ class History:
         )
 
     def __str__(self) -> str:
-        if not self.rows:
-            return repr(self)
-        lines = [[printable(name, 24) for name in self.columns], *self._cells(_MAX_TEXT_ROWS)]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        aligned = ("  ".join(map(str.rjust, cells, widths)).rstrip() for cells in lines)
-        return "\n".join(aligned)
+        return text_of(self._table(_MAX_TEXT_ROWS), _WIDTH) if self.columns else repr(self)
 
     def _repr_html_(self) -> str:
-        head, *body = (
-            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            for tag, cells in [
-                ("th", map(printable, self.columns)),
-                *(("td", row) for row in self._cells(_MAX_HTML_ROWS)),
-            ]
-        )
-        rows = "".join(f"<tr>{row}</tr>" for row in body)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return html_of(self._table(_MAX_HTML_ROWS), _WIDTH)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws loss, metrics, learning rate and throughput.
@@ -144,18 +132,22 @@ class History:
             figure.savefig(path)
         return figure
 
-    def _cells(self, max_rows: int) -> list[list[str]]:
-        """Returns the rows as text; if there are more than `max_rows`, the first and the last ones."""
+    def _table(self, max_rows: int) -> Any:
+        """Returns the rows as a table for rich; if there are more than `max_rows`, the first and the last ones."""
+        from rich.table import Table
+        from rich.text import Text  # a plain string would be read as markup
+
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for name in self.columns:
+            table.add_column(Text(printable(name)), justify="right")
         half = max_rows // 2
         rows = list(self.rows) if len(self.rows) <= max_rows else [*self.rows[:half], None, *self.rows[-half:]]
-        left_out = f"… {len(self.rows) - 2 * half:,} more"
-        blank = [""] * (len(self.columns) - 1)
-        return [
-            [left_out, *blank]
-            if row is None
-            else [format_value(row[name]) if name in row else "" for name in self.columns]
-            for row in rows
-        ]
+        for row in rows:
+            if row is None:
+                table.add_row(f"… {len(self.rows) - 2 * half:,} more")
+            else:
+                table.add_row(*(Text(format_value(row[name])) if name in row else "" for name in self.columns))
+        return table
 
 
 def row_name(history: History) -> str:

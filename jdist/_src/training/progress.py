@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import check_seconds
-from jdist._src.core.html import html_of
+from jdist._src.core.rendering import html_of
 from jdist._src.core.tree import one_line
 from jdist._src.training.events import Callback, Event, Moment
 

@@ -84,13 +84,11 @@ def _page(fit: Any, title: str) -> str:
     ]
     if len(history):
         sections.append(
-            _section(
-                f"{row_name(history).title()}s", f'<div class="wide epochs" tabindex="0">{history._repr_html_()}</div>'
-            )
+            _section(f"{row_name(history).title()}s", f'<div class="wide" tabindex="0">{history._repr_html_()}</div>')
         )
     if fit.description is not None:
         description = fit.description._repr_html_()
-        sections.append(_section("Strategy", f'<div class="wide strategy" tabindex="0">{description}</div>'))
+        sections.append(_section("Strategy", f'<div class="wide" tabindex="0">{description}</div>'))
     if fit.proof is not None:
         sections.append(_section("Proof", f'<div class="wide proof">{_proof(fit.proof)}</div>'))
     facts = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(fact)}</dd>" for name, fact in _environment().items())

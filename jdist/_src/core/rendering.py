@@ -1,0 +1,45 @@
+"""What rich prints as text, and as HTML for notebooks."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+# The font is named because a theme may set one for `pre` in which box-drawing characters do not connect.
+_PRE = (
+    "font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace;white-space:pre;overflow-x:auto;"
+    "line-height:1.15;margin:.6em 0;background:transparent;color:inherit"
+)
+
+
+def text_of(renderable: Any, width: int) -> str:
+    """Returns what rich prints in `width` columns as plain text, without spaces at the ends of lines."""
+    console = _console(width)
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def html_of(renderable: Any, width: int = 160) -> str:
+    """Returns what rich prints in `width` columns as an HTML element; it scrolls horizontally where a page is narrower."""
+    console = _console(width, record=True)
+    console.print(renderable, highlight=False)
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{_PRE}">{{code}}</pre>')
+
+
+def facts_table(title: str, facts: Mapping[str, str]) -> Any:
+    """Returns a title and a table of names and texts, for rich. The texts are shown verbatim."""
+    from rich.console import Group
+    from rich.table import Column, Table
+    from rich.text import Text  # a plain string would be read as markup
+
+    table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
+    for name, fact in facts.items():
+        table.add_row(Text(name), Text(fact))
+    return Group(Text(title, style="bold"), table)
+
+
+def _console(width: int, record: bool = False) -> Any:
+    from rich.console import Console  # not needed until something is shown
+
+    colors = "truecolor" if record else None
+    return Console(file=io.StringIO(), width=width, record=record, color_system=colors, force_jupyter=False)
