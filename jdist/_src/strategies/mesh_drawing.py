@@ -2,11 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 WIDTH = 80  # columns of text
+_OUTSIDE, _ELLIPSIS = -2, -1  # in place of the index of a process
+# By whether there is a line to the left, to the right, above and below.
+_CORNERS = dict(zip(itertools.product((False, True), repeat=4), " ╷╵│╶┌└├╴┐┘┤─┬┴┼", strict=True))
 
 
 def draw_mesh(axes: Sequence[str], ids: np.ndarray, processes: np.ndarray) -> str:
@@ -39,33 +41,31 @@ def draw_mesh(axes: Sequence[str], ids: np.ndarray, processes: np.ndarray) -> st
         elif index:
             lines.append("…") if lines[-1] != "…" else None
             continue
-        cell = lambda r, c, at=index: ("…", None) if None in (r, c) else (str(ids[*at, r, c]), processes[*at, r, c])
-        lines += _boxed([[cell(r, c) for c in columns] for r in rows], width)
+        cells = [[None if None in (r, c) else (*index, r, c) for c in columns] for r in rows]
+        texts = [["…" if cell is None else str(ids[cell]) for cell in row] for row in cells]
+        owners = [[_ELLIPSIS if cell is None else processes[cell] for cell in row] for row in cells]
+        lines += _boxed(texts, np.array(owners), width)
     return "\n".join(lines)
 
 
-def _boxed(cells: Sequence[Sequence[tuple[str, Any]]], width: int) -> list[str]:
-    """Returns cells, each a text and its process, in a box with lines between cells of different processes."""
-    num_rows, num_columns = len(cells), len(cells[0])
-    process = lambda r, c: cells[r][c][1] if 0 <= r < num_rows and 0 <= c < num_columns else "outside"
-    # None is the process of an ellipsis, which has a line only at the border of the box.
-    differ = lambda a, b: a != b and (None not in (a, b) or "outside" in (a, b))
-    left_line = lambda r, c: differ(process(r, c - 1), process(r, c))
-    top_line = lambda r, c: differ(process(r - 1, c), process(r, c))
+def _boxed(texts: Sequence[Sequence[str]], processes: np.ndarray, width: int) -> list[str]:
+    """Returns texts of cells in a box, with lines between cells of different processes, `[row, column]`."""
+    padded = np.pad(processes, 1, constant_values=_OUTSIDE)
+    above = np.pad(_differ(padded[:-1, 1:-1], padded[1:, 1:-1]), ((0, 0), (1, 1)))  # [row, column + 1]
+    left = np.pad(_differ(padded[1:-1, :-1], padded[1:-1, 1:]), ((1, 1), (0, 0)))  # [row + 1, column]
     lines = []
-    for r in range(num_rows + 1):
-        corner = lambda c, r=r: " ╵╶└╷│┌├╴┘─┴┐┤┬┼"[
-            left_line(r - 1, c) + 2 * top_line(r, c) + 4 * left_line(r, c) + 8 * top_line(r, c - 1)
-        ]
-        lines.append(
-            "".join(
-                corner(c) + "─ "[not top_line(r, c)] * (width + 2) * (c < num_columns) for c in range(num_columns + 1)
-            )
-        )
-        if r < num_rows:
-            text = [f" {cells[r][c][0]:>{width}} " for c in range(num_columns)] + [""]
-            lines.append("".join("│ "[not left_line(r, c)] + text[c] for c in range(num_columns + 1)))
-    return [line for line in lines if line.strip(" │")]
+    for r in range(len(texts) + 1):
+        corners = zip(above[r], above[r, 1:], left[r], left[r + 1], strict=False)
+        lines.append("".join(_CORNERS[corner] + ("─" if corner[1] else " ") * (width + 2) for corner in corners))
+        if r < len(texts):
+            cells = zip(left[r + 1], [*texts[r], ""], strict=True)
+            lines.append("".join(f"{'│' if line else ' '} {text:>{width}} " for line, text in cells))
+    return [line.rstrip() for line in lines if line.strip(" │")]
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns where there is a line between adjacent cells. An ellipsis has one only at the border of the box."""
+    return (a != b) & (np.minimum(a, b) != _ELLIPSIS)
 
 
 def _drawn_indices(size: int, most: int) -> list[int | None]:
