@@ -229,7 +229,7 @@ def test_report_plots_and_texts_show_named_sets(two, tmp_path):
     ]  # fmt: skip
     assert "Easy loss" not in panels
     page = result.report(tmp_path / "run.html").read_text()
-    assert "validation on easy · training" in page and "4 rows" in page and "<h2>Rows</h2>" in page
+    assert "val_easy_loss" in page and "in 4 rows" in page and "<h2>Rows</h2>" in page
     assert "8 steps, 4 rows, " in repr(result)
     assert len(result.history.plot().axes) >= 3
 

@@ -5,6 +5,7 @@ from typing import final
 
 import numpy as np
 
+from jdist._src.callbacks.arguments import check_has_metric
 from jdist._src.checkpoint.checkpointer import Checkpointer, best_metric, is_best
 from jdist._src.core.tree import one_line
 from jdist._src.training.events import Callback, Event, Moment
@@ -55,7 +56,9 @@ class Checkpoint(Callback):
         match event.moment:
             case Moment.START:
                 self._last_saved, self._is_due = event.step, False
-                self._check_metric(event)
+                name = best_metric(self._checkpointer)
+                if name is not None and event.metric_names is not None:
+                    check_has_metric("`Checkpointer(keep_best=...)`", name, event.metric_names)
             case Moment.STEP if self._is_due and not (event.ends_epoch or event.validates):
                 self._save(event)
             case Moment.VALIDATION | Moment.EPOCH:
@@ -71,16 +74,6 @@ class Checkpoint(Callback):
     def close(self) -> None:
         """Waits for the checkpoint that is being saved."""
         self._checkpointer.wait()
-
-    def _check_metric(self, event: Event) -> None:
-        name = best_metric(self._checkpointer)
-        if name is not None and event.metric_names is not None and name not in event.metric_names:
-            is_validated = any(each.startswith("val_") for each in event.metric_names)
-            hint = " Pass `validation_data`." if name.startswith("val_") and not is_validated else ""
-            available = ", ".join(map(repr, event.metric_names))
-            raise ValueError(
-                f"`Checkpointer(keep_best=...)` needs the metric {name!r}; available are {available}.{hint}"
-            )
 
     def _save(self, event: Event, metrics: Mapping[str, float] | None = None) -> None:
         self._is_due = False

@@ -3,11 +3,12 @@
 import datetime
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
+from jdist._src.callbacks.arguments import check_has_metric
 from jdist._src.core.arguments import as_int, check_seconds
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.training.events import Callback, CallbackResult, Event, Moment
@@ -83,8 +84,8 @@ class EarlyStopping(Callback):
             case Moment.START:
                 self._reset()
                 self._restore(event)
-                if event.metric_names is not None and self.metric not in event.metric_names:
-                    self._check_missing(event.metric_names)
+                if event.metric_names is not None and not self._has_compared:
+                    check_has_metric("EarlyStopping", self.metric, event.metric_names)
             case Moment.VALIDATION | Moment.EPOCH:
                 return self._compare(event)
             case Moment.END:
@@ -130,8 +131,10 @@ class EarlyStopping(Callback):
 
     def _compare(self, event: Event) -> CallbackResult | None:
         logs = event.logs
-        if self.metric not in logs:
-            return self._check_missing(logs) if self.metric not in (event.metric_names or ()) else None
+        if self.metric not in logs:  # not every row has a validation
+            if not self._has_compared and self.metric not in (event.metric_names or ()):
+                check_has_metric("EarlyStopping", self.metric, logs)
+            return None
         value = logs[self.metric]
         if np.ndim(value):
             raise ValueError(f"EarlyStopping needs a scalar metric; {self.metric!r} has {np.size(value)} values.")
@@ -145,15 +148,6 @@ class EarlyStopping(Callback):
             return None
         self._epochs_since += 1
         return CallbackResult(self._stop_reason()) if self._epochs_since >= self.patience else None
-
-    def _check_missing(self, names: Collection[str]) -> None:
-        """Raises ValueError if the metric was never present. Later it may be missing: not every row has a validation."""
-        if self._has_compared:
-            return
-        available = ", ".join(map(repr, names))
-        is_validated = any(name.startswith("val_") for name in names)
-        hint = " Pass `validation_data`." if self.metric.startswith("val_") and not is_validated else ""
-        raise ValueError(f"EarlyStopping needs the metric {self.metric!r}; available are {available}.{hint}")
 
     def _stop_reason(self) -> str:
         count = f"{self._epochs_since} {self._unit}{'s' * (self._epochs_since != 1)}"

@@ -27,7 +27,7 @@ def html_of(renderable: Any, width: int = 160) -> str:
 
 
 def facts_table(title: str, facts: Mapping[str, str]) -> Any:
-    """Returns a title and a table of names and texts, for rich. The texts are shown verbatim."""
+    """Returns a table of names and texts, below a title if it is not empty, for rich. The texts are shown verbatim."""
     from rich.console import Group
     from rich.table import Column, Table
     from rich.text import Text  # a plain string would be read as markup
@@ -35,7 +35,7 @@ def facts_table(title: str, facts: Mapping[str, str]) -> Any:
     table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
     for name, fact in facts.items():
         table.add_row(Text(name), Text(fact))
-    return Group(Text(title, style="bold"), table)
+    return Group(Text(title, style="bold"), table) if title else table
 
 
 def _console(width: int, record: bool = False) -> Any:

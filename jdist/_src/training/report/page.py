@@ -10,21 +10,21 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.paths import as_path
+from jdist._src.core.rendering import facts_table, html_of
 from jdist._src.execution.traced import Proof
-from jdist._src.training.history import History, format_value, row_name
+from jdist._src.training.history import format_value, row_name
 from jdist._src.training.report.charts import (
     COLORS,
-    VALIDATION_PREFIX,
+    FACTS,
     chart_panels,
     figure_as_svg,
-    metric_columns,
     printable,
     to_float,
 )
@@ -74,44 +74,38 @@ def write_report(fit: Any, path: str | os.PathLike[str], *, title: str = "Traini
 
 
 def _page(fit: Any, title: str) -> str:
-    history, written = fit.history, datetime.datetime.now(datetime.UTC)
-    figure = figure_as_svg(history.plot())
+    history = fit.history
     titles = _escaped(", ".join(panel.title for panel in chart_panels(history.rows, history.losses)))
-    charts = f'<figure class="wide" role="img" aria-label="{titles}" tabindex="0">{figure}</figure>'
-    sections = [
-        *(f'<dl class="cards">{"".join(cards)}</dl>' for cards in (_metric_cards(history), _run_cards(fit))),
-        _section("Charts", charts),
-    ]
+    charts = f'<figure role="img" aria-label="{titles}">{figure_as_svg(history.plot())}</figure>'
+    sections = {"Results": _facts(_results(fit)), "Charts": charts}
     if len(history):
-        sections.append(
-            _section(f"{row_name(history).title()}s", f'<div class="wide" tabindex="0">{history._repr_html_()}</div>')
-        )
+        sections[f"{row_name(history).title()}s"] = history._repr_html_()
     if fit.description is not None:
-        description = fit.description._repr_html_()
-        sections.append(_section("Strategy", f'<div class="wide" tabindex="0">{description}</div>'))
+        sections["Strategy"] = fit.description._repr_html_()
     if fit.proof is not None:
-        sections.append(_section("Proof", f'<div class="wide proof">{_proof(fit.proof)}</div>'))
-    facts = "".join(f"<dt>{_escaped(name)}</dt><dd>{_escaped(fact)}</dd>" for name, fact in _environment().items())
-    sections.append(_section("Environment", f'<dl class="environment">{facts}</dl>'))
+        sections["Proof"] = _proof(fit.proof)
+    sections["Environment"] = _facts(_environment())
+    content = "\n".join(
+        f'<section><h2>{name}</h2>\n<div tabindex="0">{content}</div></section>' for name, content in sections.items()
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n<title>{_escaped(title)}</title>\n'
         f"<style>\n{_style()}</style>\n</head>\n<body>\n<main>\n"
-        f'<header><h1>{_escaped(title)}</h1><p class="stop">{_escaped(fit.stop_reason)}</p>'
-        f"<p>Written {written:%Y-%m-%d %H:%M} UTC by jdist.</p></header>\n"
-        + "\n".join(sections)
-        + "\n</main>\n</body>\n</html>\n"
+        f"<header><h1>{_escaped(title)}</h1><p>{_escaped(fit.stop_reason)}</p>"
+        f"<p>Written {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC by jdist.</p></header>\n"
+        f"{content}\n</main>\n</body>\n</html>\n"
     )
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>\n{content}</section>"
 
 
 def _escaped(text: str) -> str:
     return html.escape(printable(text, 10_000))
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    return html_of(facts_table("", {printable(name): printable(fact, 400) for name, fact in facts.items()}))
 
 
 def _style() -> str:
@@ -125,36 +119,22 @@ def _style() -> str:
     )
 
 
-def _metric_cards(history: History) -> Iterable[str]:
-    """Yields a card for the last loss and each last metric."""
-    for name, data_names in metric_columns(history.columns).items():
-        suffix = f" · training {format_value(history[name][-1])}" if name in data_names else ""
-        for column, data in data_names.items():
-            if column.startswith(VALIDATION_PREFIX):
-                note = data if data == "validation" else f"validation on {data}"
-                yield _card(name, format_value(history[column][-1]), note + suffix)
-            elif len(data_names) == 1:
-                yield _card(name, format_value(history[column][-1]), "training")
-
-
-def _run_cards(fit: Any) -> Iterable[str]:
-    """Yields cards for the number of steps, the duration and the throughput."""
+def _results(fit: Any) -> dict[str, str]:
+    """Returns the last loss and metrics, the number of steps, the duration and the throughput."""
     history = fit.history
-    rows = f"{row_name(history)}s"
-    yield _card("steps", f"{fit.steps:,}", f"{len(history):,} {row_name(history) if len(history) == 1 else rows}")
+    results = {name: format_value(history[name][-1]) for name in history.columns if name not in FACTS}
+    row = row_name(history)
+    results["steps"] = f"{fit.steps:,} in {len(history):,} {row}{'s' * (len(history) != 1)}"
     if "seconds" in history:
-        yield _card("time", _duration(to_float(history["seconds"][-1])), "compilation included")
+        results["time"] = f"{_duration(to_float(history['seconds'][-1]))}, compilation included"
     if "examples_per_second" in history:
-        throughput = _median(history["examples_per_second"])
-        yield _card("examples per second", format_value(throughput), f"median of the {rows}")
+        results["examples per second"] = (
+            f"{format_value(_median(history['examples_per_second']))}, median of the {row}s"
+        )
     if "stalled_fraction" in history:
         stalled = _median(history["stalled_fraction"])
-        yield _card("waited for input", f"{stalled:.1%}", f"of the steps, median of the {rows}")
-
-
-def _card(name: str, value: str, note: str) -> str:
-    name, value, note = map(_escaped, (name, value, note))
-    return f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd class="note">{note}</dd></div>'
+        results["waited for input"] = f"{stalled:.1%} of the steps, median of the {row}s"
+    return results
 
 
 def _median(values: Sequence[float]) -> float:
@@ -184,7 +164,7 @@ def _details(title: str, names: Sequence[str]) -> str:
     return f"<details><summary>{title}</summary><ul>{items}{more}</ul></details>"
 
 
-def _environment() -> Mapping[str, str]:
+def _environment() -> dict[str, str]:
     """Returns the versions of packages, and the platform."""
     versions = {}
     for package in ("jdist", "jax", "jaxlib", "flax", "optax"):
