@@ -56,6 +56,7 @@ def write_report(fit: Any, path: str | os.PathLike[str], *, title: str = "Traini
 
     Example:
         >>> import tempfile, types
+        >>> from jdist._src.training.history import History
         >>> history = History([{"epoch": 0, "step": 2, "loss": 0.5}], {1: 0.75, 2: 0.25})
         >>> fit = types.SimpleNamespace(
         ...     history=history, steps=2, stop_reason="All requested steps were taken.", description=None, proof=None
