@@ -78,7 +78,7 @@ class CommandProcess:
         self.open_pipes = set(self._pipes)
 
     def report(self) -> Report:
-        """Returns what has happened since the last call."""
+        """Returns the output, the notices and the exit status since the last call."""
         status = exit_status(self._popen)
         notices, stdout, stderr = map(self._read, self._pipes)
         return Report(stdout, stderr, notices.decode().splitlines(), status)
