@@ -154,7 +154,7 @@ class CallLog:
         return sum(launch_counts().values())
 
 
-# What the next call of a program raises, instead of the call: an error, or the timer of an interrupt that is held back.
+# The exceptions that the next call of a program raises, instead of the call: an error, or the timer of an interrupt that is held back.
 pending: list[Exception | threading.Timer] = []
 calls = CallLog()
 

@@ -95,7 +95,7 @@ class ReplicaResults:
         return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
 
     def evaluator(self, program: Any) -> Callable[..., list[PyTree]]:
-        """Returns a function that runs the jaxpr of one replica, from the blocks of its arguments to those of its results."""
+        """Returns a function that runs the jaxpr of one replica, from the blocks of its arguments to the blocks of its results."""
         evaluate = jax_compat.jaxpr_function(program)
         return lambda *blocks: self.to_blocks(self.as_trees(evaluate(*jax.tree.leaves(blocks))))
 
@@ -110,7 +110,7 @@ class ReplicaResults:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """What a program runs.
+    """The function, the backend and the options of a program.
 
     Attributes:
         name: The name of the program, in profiles and messages.
@@ -189,7 +189,7 @@ class Backend(abc.ABC):
         return self.state_shardings(state)
 
     def accepts(self, array: jax.Array) -> bool:
-        """Whether a program takes an array from where it is placed, other than from the devices of the mesh."""
+        """Whether a program accepts an array that is placed elsewhere than on the devices of the mesh."""
         return False
 
     def _input_sharding(self, item: Any, leaf: Any) -> NamedSharding:

@@ -141,7 +141,7 @@ class CompiledFunction:
         return (copy_tree(args[0]), *args[1:]) if shares_memory else None
 
     def _finish(self, result: Results | dict[int, list[Any]]) -> Results:
-        """Returns the results of a call from those of the compiled program."""
+        """Returns the results of a call from the results of the compiled program."""
         self._is_first_call = False
         if isinstance(result, tuple):
             return result

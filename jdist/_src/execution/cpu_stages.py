@@ -2,7 +2,7 @@
 
 JAX starts some of the devices before it refuses memory that is donated twice (https://github.com/jax-ml/jax/issues/12627 is
 the same on a GPU), and jax 0.12 ends the process 60 seconds later.
-`jdist._src.devices.dispatch` says why calls run one at a time.
+`jdist._src.devices.dispatch` explains why calls run one at a time.
 """
 
 import functools
@@ -46,7 +46,7 @@ class DonatedMemory(Stage):
     """Checks the memory of the state that a call donates, unless a call of a program has just returned this state.
 
     Mutable: it remembers which state its last call returned. From the first state in another container on, as in
-    `step((params, opt_state), batch)`, it also remembers the leaves, and the class those of the last call of any program.
+    `step((params, opt_state), batch)`, it also remembers the leaves, and the class remembers the leaves of the last call of any program.
 
     Args:
         checks_every_call: Whether every call looks for memory that was donated before, which else JAX refuses.
@@ -150,7 +150,7 @@ def _blocks(array: jax.Array) -> list[tuple[tuple[Any, int], jax.Array]]:
     blocks = [shard.data for shard in array.addressable_shards]
     try:
         return [((block.device, block.unsafe_buffer_pointer()), block) for block in blocks]
-    except jax.errors.JaxRuntimeError:  # the device does not tell addresses
+    except jax.errors.JaxRuntimeError:  # the device does not expose addresses
         return []
 
 

@@ -1,4 +1,4 @@
-"""Stages of programs whose state is placed elsewhere than their devices place it by themselves."""
+"""Stages of programs that place results or store the state in another memory or on another device."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ class Storage(Stage):
 
     Args:
         to_mesh: From the arguments to the same values on the mesh.
-        to_storage: From the new state to the state where it is stored between programs.
+        to_storage: From the new state to the state in its storage between programs.
         donates: Whether the memory of the old state is freed.
     """
 

@@ -37,7 +37,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
     `step.__wrapped__` is the function.
 
     Args:
-        spec: What it runs.
+        spec: The function, the backend and the options.
         stages: Its concerns, from the nearest to the user to the nearest to the devices.
     """
 
@@ -92,7 +92,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         return self._lower(args)
 
     def compiler_options(self, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the options of XLA for this program, from those of its user."""
+        """Returns the options of XLA for this program, from the options of its user."""
         merged = None if options is None else dict(options)
         for stage in reversed(self._stages):
             merged = stage.compiler_options(merged)
@@ -120,7 +120,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         )
 
     def _outside_contexts(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context outside those of the host: in `scope()` or `jax.set_mesh` a program would be compiled again."""
+        """Returns a context outside the contexts of the host: in `scope()` or `jax.set_mesh` a program would be compiled again."""
         if in_replica_function():
             raise RuntimeError(
                 "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "

@@ -1,4 +1,4 @@
-"""What is known of a program when it is traced: the call of the user's function, the results, and their proof."""
+"""The facts of a traced program: the call of the user's function, the results, and their proof."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

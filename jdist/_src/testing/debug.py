@@ -72,9 +72,9 @@ class OperationByOperation(Stage):
 class DebugStrategy(Strategy):
     """Runs all replicas on one device, one operation at a time.
 
-    A `breakpoint()` in a replica function stops with the values of all replicas. In pdb, `p x.val` prints those of an array
-    that varies, `[replica, ...]`. Proof and errors are those of a `jdist.MirroredStrategy`, and so are the results, up to
-    rounding. The state is not donated.
+    A `breakpoint()` in a replica function stops with the values of all replicas. In pdb, `p x.val` prints an array that
+    varies for all replicas, `[replica, ...]`. Proof, errors and, up to rounding, results equal those of a
+    `jdist.MirroredStrategy`. The state is not donated.
 
     Args:
         replicas: The number of replicas.
