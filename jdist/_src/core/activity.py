@@ -154,7 +154,7 @@ class CallLog:
         return sum(launch_counts().values())
 
 
-# The exceptions that the next call of a program raises, instead of the call: an error, or the timer of an interrupt that is held back.
+# Exceptions that the next call of a program raises at its start: errors, or timers of interrupts that are held back.
 pending: list[Exception | threading.Timer] = []
 calls = CallLog()
 

@@ -46,7 +46,8 @@ class DonatedMemory(Stage):
     """Checks the memory of the state that a call donates, unless a call of a program has just returned this state.
 
     Mutable: it remembers which state its last call returned. From the first state in another container on, as in
-    `step((params, opt_state), batch)`, it also remembers the leaves, and the class remembers the leaves of the last call of any program.
+    `step((params, opt_state), batch)`, it also remembers the leaves, and the class remembers the leaves that the last call of
+    any program returned.
 
     Args:
         checks_every_call: Whether every call looks for memory that was donated before, which else JAX refuses.

@@ -120,7 +120,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         )
 
     def _outside_contexts(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context outside the contexts of the host: in `scope()` or `jax.set_mesh` a program would be compiled again."""
+        """Returns a context without the host's contexts: in `scope()` or `jax.set_mesh` a program would be compiled again."""
         if in_replica_function():
             raise RuntimeError(
                 "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "

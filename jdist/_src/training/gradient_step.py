@@ -288,7 +288,8 @@ def _guarded_update(
 class _GuardedUpdate(Evaluator):
     """Evaluates the update of an optimizer, and replaces each new leaf of its state by the old one if the step is not taken.
 
-    The leaf is replaced in the computation of the update. The rest of the update reads the chosen value, so that no other value is stored.
+    The leaf is replaced in the computation of the update. The rest of the update reads the chosen value, so that no other value
+    is stored.
 
     Args:
         is_taken: Whether the step is taken.
