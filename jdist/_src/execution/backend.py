@@ -95,7 +95,7 @@ class ReplicaResults:
         return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
 
     def evaluator(self, program: Any) -> Callable[..., list[PyTree]]:
-        """Returns a function that runs the jaxpr of one replica on the blocks of its arguments, and returns blocks of results."""
+        """Returns a function that runs the jaxpr of one replica on blocks of the arguments and returns blocks of the results."""
         evaluate = jax_compat.jaxpr_function(program)
         return lambda *blocks: self.to_blocks(self.as_trees(evaluate(*jax.tree.leaves(blocks))))
 
