@@ -95,7 +95,7 @@ class ReplicaResults:
         return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
 
     def evaluator(self, program: Any) -> Callable[..., list[PyTree]]:
-        """Returns a function that runs the jaxpr of one replica on blocks of the arguments and returns blocks of the results."""
+        """Returns a function that runs the jaxpr of one replica, from blocks of arguments to blocks of results."""
         evaluate = jax_compat.jaxpr_function(program)
         return lambda *blocks: self.to_blocks(self.as_trees(evaluate(*jax.tree.leaves(blocks))))
 
