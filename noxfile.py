@@ -31,10 +31,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[OLDEST, NEWEST], default=False)
 def slow(session: nox.Session) -> None:
-    """The slow tests, those of bits and memory at XLA's default optimization level, the notebooks; all tests on `OLDEST`."""
+    """The slow tests, those of bits and memory at XLA's default optimization level, the notebooks; on `OLDEST` jaxprs."""
+    session.install("--no-compile", *CONSTRAINTS, "-e", ".[test,ray]" if session.python == NEWEST else ".[test]")
     if session.python == OLDEST:
-        return tests(session)
-    session.install("--no-compile", *CONSTRAINTS, "-e", ".[test,ray]")
+        return _pytest(session, "-m", "not slow", "tests/core", "tests/execution", "tests/jaxpr")
     _pytest(session, "-m", "slow and processes", "-n", "3")  # they wait for each other most of the time
     _pytest(session, "-m", "slow and not processes", "-k", f"not ({BITS_AND_MEMORY})")
     _pytest(session, "-k", BITS_AND_MEMORY, "--dist", "worksteal", XLA_FLAGS="")

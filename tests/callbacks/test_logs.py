@@ -231,7 +231,9 @@ def test_learning_rate_is_that_of_the_last_update(name, optimizer, schedule, rat
     state, call = regression(strategy, optimizer)
     log = callbacks.JSONLog(tmp_path / "log", also=[callbacks.learning_rate(schedule)])
     train(strategy, [log], epochs=1, steps=5, state=state, call=call)
-    assert _rows(tmp_path / "log")[0]["learning_rate"] == pytest.approx(rate)
+    assert _rows(tmp_path / "log")[0]["learning_rate"] == pytest.approx(
+        rate, rel=3e-3
+    )  # the oldest optax stores a bfloat16
 
 
 def test_learning_rate_that_is_not_in_the_state_raises(tmp_path):
