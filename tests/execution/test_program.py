@@ -661,6 +661,15 @@ def test_memory_in_two_leaves_of_a_state_is_refused_before_a_device_starts(pair,
     np.testing.assert_array_equal(state["head"], 3)
 
 
+def test_memory_in_two_leaves_that_are_replaced_in_place_is_refused(two):
+    step, state = two.step(lambda state: (state, None)), two.put({name: jnp.ones(4) for name in "abc"})
+    for _ in range(2):
+        state, _ = step(state)
+    state["b"], state["c"] = placed_twice(state["a"], jnp.ones(4))
+    with pytest.raises(ValueError, match=r"^state\['c'\] has the same memory as state\['b'\]"):
+        step(state)
+
+
 def test_deleted_array_in_two_leaves_of_a_state_is_refused(two):
     """As if one device had already reused the memory."""
     w = two.put(jnp.ones(3))

@@ -58,7 +58,7 @@ class DonatedMemory(Stage):
 
     def __init__(self, checks_every_call: bool = False):
         self._checks_every_call = checks_every_call or jax_compat.CRASHES_ON_DONATED_MEMORY
-        self._returned_state: tuple[int, int] | None = None
+        self._returned_state: tuple[int, ...] | None = None
         self._returned_leaves: Sequence[int] = ()
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
@@ -66,9 +66,10 @@ class DonatedMemory(Stage):
         compiled.on_results.append(self._note_returned_state)
 
         def call_checked(args: Arguments) -> Results:
-            is_returned = bool(args) and _addresses(args[0]) == self._returned_state
-            if args and not (is_returned and not self._checks_every_call) and not self._is_valid(args, is_returned):
-                check_donated_state(args[0], args[1:])
+            if args:
+                is_returned = _addresses(args[0]) == self._returned_state
+                if (self._checks_every_call or not is_returned) and not self._is_valid(args, is_returned):
+                    check_donated_state(args[0], args[1:])
             return call(args)
 
         return call_checked
@@ -96,13 +97,15 @@ class DonatedMemory(Stage):
 _address = object.__hash__  # `id` raises an audit event, which takes a microsecond where a hook is installed
 
 
-def _addresses(state: PyTree) -> tuple[int, int]:
-    """Returns the addresses of a state and of a child. One alone is used again soon after the caller has dropped the state."""
+def _addresses(state: PyTree) -> tuple[int, ...]:
+    """Returns the addresses of a state and of its children.
+
+    The address of a state alone is used again soon after the caller has dropped it. The caller may replace children in place.
+    """
     if isinstance(state, PackedState):  # made for each call
-        state = state.values
-        return (_address(state[0]), _address(state[-1])) if state else (0, 0)
-    child = next(iter(state.values()), None) if type(state) is dict else None
-    return _address(state), _address(state[0] if type(state) in (tuple, list) and state else child)
+        return tuple(map(_address, state.values))
+    children = state.values() if type(state) is dict else state if type(state) in (tuple, list) else ()
+    return tuple(map(_address, (state, *children)))
 
 
 def check_donated_state(state: PyTree, inputs: Arguments) -> None:
