@@ -153,12 +153,13 @@ def is_shared_memory_error(error: BaseException) -> bool:
     return "Donation requested for buffer with external reference" in str(error)
 
 
-def signature_counter(compiled: Any) -> Callable[[], int]:
-    """Returns a function that counts the signatures (devices or host, dtypes, shapes) that a `jax.jit` was called with.
+def num_signatures(compiled: Any) -> int:
+    """Returns the number of signatures (devices or host, dtypes, shapes) that a `jax.jit` was called with.
 
-    It returns 0 if JAX does not count them: the private counter does not exist, or every call goes through Python.
+    It is 0 if JAX does not count them: the private counter does not exist, or every call goes through Python. Nobody stores the
+    counter: in jax 0.10 the garbage collector does not see its reference to `compiled`, and never frees a cycle with it.
     """
-    return getattr(compiled, "_cache_size", lambda: 0)
+    return compiled._cache_size() if hasattr(compiled, "_cache_size") else 0
 
 
 def key_value_store() -> Any:

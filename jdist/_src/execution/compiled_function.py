@@ -76,7 +76,6 @@ class CompiledFunction:
         self._trace, self._traced, self._name, self._donates = trace, traced, name, donates
         self._compiler_options, self._shardings = compiler_options, shardings
         self._jitted = self._jit(traced)
-        self._count_signatures = jax_compat.signature_counter(self._jitted)
         self._structures: list[ResultStructure] = []  # of the results of each program that was traced
         self._runs_callbacks = False  # whether one of them runs Python code after it has donated the state
         self._is_first_call = True
@@ -88,7 +87,7 @@ class CompiledFunction:
 
     def note_signature(self, args: Arguments) -> None:
         """Calls `on_new_signature` if JAX has compiled the program for a new signature in the call with these arguments."""
-        num_signatures = self._count_signatures()
+        num_signatures = jax_compat.num_signatures(self._jitted)
         if num_signatures != self.num_signatures:
             for note in self.on_new_signature:
                 note(args)
