@@ -85,7 +85,7 @@ def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
 ):
     prefix, ray_folder = cluster
     with ray_node(prefix, ray_folder, **NODE) as node:
-        wait_for_nodes(prefix, 2)
+        wait_for_nodes(prefix, ray_folder, 2)
         launcher, folder = launch(prefix, f"--engine ray {options}", request.node.callspec.id, "saves", "slow")
         errors = folder / "errors"
         read_until(launcher.stdout, "[0] trains from step", "[1] trains from step")
@@ -93,7 +93,7 @@ def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
     if continues:
         lines = read_until(launcher.stdout, "of attempt 1", "trains from step")
         assert not any(line.startswith("[1] pid") for line in lines if "of attempt 1" in line)
-    wait_for_nodes(prefix, 1)
+    wait_for_nodes(prefix, ray_folder, 1)
     with ray_node(prefix, ray_folder, **NODE):
         output, _ = launcher.communicate(timeout=200)
         assert launcher.returncode == 0, errors.read_text()
@@ -103,11 +103,14 @@ def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
     assert (folder / "result").read_bytes() == undisturbed
 
 
-def wait_for_nodes(prefix, number):
+def wait_for_nodes(prefix, folder, number):
     """Waits until the cluster has a number of nodes."""
     program = f"""
 import time, ray
 ray.init(address="auto", log_to_driver=False)
 while sum(node["Alive"] for node in ray.nodes()) != {number}: time.sleep(0.2)
 """
-    subprocess.run([*prefix, sys.executable, "-c", program], check=True, timeout=100, capture_output=True)
+    try:
+        subprocess.run([*prefix, sys.executable, "-c", program], check=True, timeout=100, capture_output=True)
+    except subprocess.SubprocessError:
+        pytest.fail((folder / "node_log").read_text())

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import jdist
-from jdist._src.checkpoint import storage
+from jdist._src.checkpoint import manifest, storage
 from jdist._src.checkpoint.checkpointer import Checkpointer
 
 
@@ -86,13 +86,10 @@ def restored_after_damage(folder):
             largest = max(files, key=lambda path: path.stat().st_size)
             largest.write_bytes(largest.read_bytes()[:100])
         multihost_utils.sync_global_devices("damaged")
-        manifest_path = storage.manifest_path
         if jax.process_index() == 1:
-            is_complete, storage.is_complete = storage.is_complete, lambda _, step: manifest_path(_, step).exists()
-            storage.manifest_path = lambda folder, step: manifest_path(folder, step if step != 2 else -1)
+            manifest.manifest_path = lambda folder, step: storage.manifest_path(folder, step if step != 2 else -1)
         restored = checkpointer.restore(strategy)
-        if jax.process_index() == 1:
-            storage.is_complete, storage.manifest_path = is_complete, manifest_path
+        manifest.manifest_path = storage.manifest_path
         assert checkpointer.latest == 1 and checkpointer.save(2, restored.state)
     return restored.step, int(restored.state["w"][0, 0])
 
