@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from launchers import read_until
-from ray_namespace import ROOT, ray_cluster, ray_node
+from ray_namespace import ROOT, has_nodes, ray_cluster, ray_node
 
 pytestmark = pytest.mark.slow
 NODE = {"num_cpus": 1, "store_bytes": 80_000_000}
@@ -85,7 +85,6 @@ def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
 ):
     prefix, ray_folder = cluster
     with ray_node(prefix, ray_folder, **NODE) as node:
-        wait_for_nodes(prefix, ray_folder, 2)
         launcher, folder = launch(prefix, f"--engine ray {options}", request.node.callspec.id, "saves", "slow")
         errors = folder / "errors"
         read_until(launcher.stdout, "[0] trains from step", "[1] trains from step")
@@ -93,7 +92,7 @@ def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
     if continues:
         lines = read_until(launcher.stdout, "of attempt 1", "trains from step")
         assert not any(line.startswith("[1] pid") for line in lines if "of attempt 1" in line)
-    wait_for_nodes(prefix, ray_folder, 1)
+    assert has_nodes(prefix, 1)
     with ray_node(prefix, ray_folder, **NODE):
         output, _ = launcher.communicate(timeout=200)
         assert launcher.returncode == 0, errors.read_text()
@@ -101,16 +100,3 @@ def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
     assert "[1] trains from step" in output
     assert ("1 more process can run on the Ray cluster" in errors.read_text()) == continues
     assert (folder / "result").read_bytes() == undisturbed
-
-
-def wait_for_nodes(prefix, folder, number):
-    """Waits until the cluster has a number of nodes."""
-    program = f"""
-import time, ray
-ray.init(address="auto", log_to_driver=False)
-while sum(node["Alive"] for node in ray.nodes()) != {number}: time.sleep(0.2)
-"""
-    try:
-        subprocess.run([*prefix, sys.executable, "-c", program], check=True, timeout=100, capture_output=True)
-    except subprocess.SubprocessError:
-        pytest.fail((folder / "node_log").read_text())

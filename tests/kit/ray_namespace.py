@@ -29,7 +29,9 @@ def _options(num_cpus, store_bytes):
 
 @contextlib.contextmanager
 def ray_node(prefix, folder, *, num_cpus, store_bytes):
-    """Adds a node to the cluster of `ray_cluster`. All its processes end with the block, or with the process that it returns.
+    """Adds a second node to a `ray_cluster`. All its processes end with the block, or with the process that it returns.
+
+    The test is skipped where Ray cannot do that, three times.
 
     Args:
         prefix: The command in front of a command that runs in the network of the cluster.
@@ -39,18 +41,35 @@ def ray_node(prefix, folder, *, num_cpus, store_bytes):
     """
     isolate = [option for option in UNSHARE if option != "--net"]
     command = ["ray", "start", "--address=127.0.0.1:6379", *_options(num_cpus, store_bytes)]
-    with (folder / "node_log").open("a") as log:
-        node = subprocess.Popen(
-            [*prefix, *isolate, *command],
-            env={**environment(), "RAY_TMPDIR": str(folder)},
-            stdout=log,
-            stderr=log,
-        )
-    with node:
-        try:
-            yield node
-        finally:
-            node.kill()  # the kernel then kills all processes of the namespace
+    for _ in range(3):
+        with (folder / "node_log").open("w") as log:
+            node = subprocess.Popen(
+                [*prefix, *isolate, *command],
+                env={**environment(), "RAY_TMPDIR": str(folder)},
+                stdout=log,
+                stderr=log,
+            )
+        with node:
+            try:
+                if has_nodes(prefix, 2):
+                    yield node
+                    return
+            finally:
+                node.kill()  # the kernel then kills all processes of the namespace
+    pytest.skip(f"A second node cannot join a Ray cluster here: {(folder / 'node_log').read_text()}")
+
+
+def has_nodes(prefix, number):
+    """Waits until a cluster has a number of nodes, and returns whether it has them after a minute."""
+    program = f"""
+import time, ray
+ray.init(address="auto", log_to_driver=False)
+while sum(node["Alive"] for node in ray.nodes()) != {number}: time.sleep(0.2)
+"""
+    try:
+        return not subprocess.run([*prefix, sys.executable, "-c", program], timeout=60, capture_output=True).returncode
+    except subprocess.TimeoutExpired:
+        return False
 
 
 @contextlib.contextmanager
