@@ -155,88 +155,9 @@ def test_local_results_of_a_host_value_are_one_value(strategy):
     assert strategy.local_results({"host": 7}) == ({"host": 7},)
 
 
-HOST_SUMS = {"number": (3.0, r"3\.0"), "array": (np.ones((2, 3), np.float32), r"float32\[2,3\]")}
-
-
-@each_row("value, text", HOST_SUMS.values(), ids=HOST_SUMS)
-def test_sum_of_host_value_raises_with_its_name(value, text, two):
-    message = (
-        rf"value\['x'\].*{text}.* host value, held by none of the 2 replicas.*`value \* strategy.num_replicas_in_sync`"
-    )
-    with pytest.raises(ValueError, match=message):
-        two.reduce("sum", {"x": value}, axis=None)
-
-
 @pytest.mark.parametrize("name", ["one_device", "mirrored_1"])
 def test_sum_of_host_value_over_one_replica_is_the_value(name):
     assert CACHED[name].reduce("sum", 3.0, axis=None) == 3.0
-
-
-NOT_REDUCIBLE = {
-    "booleans": (
-        "max",
-        np.array([True, False]),
-        r"value\['x'\] is boolean \(bool\[.*\]\), and MAX of booleans.*`x\.astype",
-    ),
-    "keys": (
-        "mean",
-        jax.random.split(jax.random.key(0)),
-        r"value\['x'\] is a random key \(key<fry>.*Reduce the numbers drawn",
-    ),
-}
-
-
-@each_row("op, all_rows, message", NOT_REDUCIBLE.values(), ids=NOT_REDUCIBLE)
-def test_reduce_of_leaf_that_is_not_reducible_raises_with_its_name(op, all_rows, message, two):
-    with pytest.raises(TypeError, match=message):
-        two.reduce(op, two.put({"x": jdist.PerReplica(all_rows)}), axis=None)
-
-
-@each_row("axis", [2, -3, (0, 2)])
-@each_row(
-    "place", [lambda s: rows(s, 2, 3), lambda s: s.put(np.ones((2, 3), np.float32))], ids=["per_replica", "replicated"]
-)
-def test_reduce_over_a_missing_dimension_raises_with_its_name(axis, place, two):
-    missing = axis[-1] if isinstance(axis, tuple) else axis
-    message = rf"value\['x'\] is float32\[2,3\]: it does not have dimension {missing}\. Its dimensions are 0 to 1, or -2 to -1"
-    with pytest.raises(ValueError, match=message):
-        two.reduce("sum", {"x": place(two)}, axis=axis)
-
-
-@each_row("axis", [2, -3])
-def test_gather_along_a_missing_dimension_raises_with_its_name(axis, two):
-    message = (
-        rf"value\['x'\] is float32\[2,3\]: it does not have dimension {axis}\. Its dimensions are 0 to 1, or -2 to -1"
-    )
-    with pytest.raises(ValueError, match=message):
-        two.gather({"x": rows(two, 2, 3)}, axis=axis)
-
-
-def test_gather_of_scalars_raises(two):
-    with pytest.raises(ValueError, match=r"value is int32\[\]: it does not have dimension 0\. It is a scalar"):
-        two.gather(two.run(jdist.replica_id), axis=0)
-
-
-@each_row(
-    "call", [lambda s, x: s.reduce("sum", x, axis=None), lambda s, x: s.gather(x, axis=0)], ids=["reduce", "gather"]
-)
-def test_value_of_another_strategy_raises_with_its_name(call, two):
-    with pytest.raises(ValueError, match=r"value\['x'\].*this strategy (has 2|uses cpu:0, cpu:1)"):
-        call(two, {"x": rows(CACHED["mirrored_3"], 2)})
-
-
-INSTEAD = {
-    "reduce": (lambda s, x: s.reduce("sum", x, axis=None), r"`jdist\.all_reduce`"),
-    "gather": (lambda s, x: s.gather(x, axis=0), r"`jdist\.all_gather`"),
-}
-
-
-@each_row("method", INSTEAD)
-def test_host_reduction_in_a_replica_function_raises(method, two):
-    call, instead = INSTEAD[method]
-    message = rf"`strategy\.{method}` cannot be called inside a replica function: use {instead} there"
-    with pytest.raises(RuntimeError, match=message):
-        two.run(lambda x: call(two, x), (np.ones(2),))
 
 
 @pytest.mark.parametrize("axis", [np.int64(0), (0,), [0]], ids=str)
@@ -244,28 +165,6 @@ def test_reduce_over_a_dimension_takes_any_integer(axis):
     strategy = STRATEGIES["mirrored_2"]()
     value = rows(strategy, 3)
     np.testing.assert_allclose(strategy.reduce("mean", value, axis=axis), np.mean(value.tree), rtol=1e-6)
-
-
-def test_reduce_over_a_duplicate_dimension_raises():
-    strategy = STRATEGIES["mirrored_2"]()
-    with pytest.raises(ValueError, match=r"`axis` names a dimension of value \(float32\[3\]\) twice: \(0, -1\)\. Name"):
-        strategy.reduce("mean", rows(strategy, 3), axis=(0, -1))
-
-
-@each_row("axis", ["ab", "0", 0.5, True, ("0",), np.array([0])])
-def test_axis_that_is_not_an_integer_raises(axis):
-    strategy = STRATEGIES["mirrored_2"]()
-    with pytest.raises(
-        TypeError,
-        match=r"`axis` must be a dimension of one replica's value .*, a sequence of dimensions, or None, got ",
-    ):
-        strategy.reduce("mean", rows(strategy, 3), axis=axis)
-
-
-def test_local_results_of_a_value_of_another_strategy_raise():
-    value = rows(STRATEGIES["mirrored_3"](), 2)
-    with pytest.raises(ValueError, match=r"is on cpu:5, cpu:1, cpu:2, and this strategy uses cpu:0, cpu:1"):
-        STRATEGIES["mirrored_2"]().local_results({"x": value})
 
 
 MIRRORED = {name: CACHED[name] for name in ("mirrored_1", "mirrored_2", "mirrored_3", "mirrored_8")}
@@ -384,45 +283,6 @@ def test_mean_of_uneven_rows_counts_elements_and_not_replicas(two):
     assert float(two.reduce("mean", value, axis=0)) == 2
 
 
-UNEVEN_ERRORS = {
-    "reduce_over_replicas": (
-        lambda s, x: s.reduce("sum", x, axis=None),
-        r"value\['x'\] has the shapes \[1, 2\], \[2, 2\] on the replicas, which also differ in dimensions other than "
-        r"the reduced ones, \[\].*`axis=0`",
-    ),
-    "reduce_over_another": (
-        lambda s, x: s.reduce("max", x, axis=1),
-        r"differ in dimensions other than the reduced ones, \[1\].*`strategy\.gather`",
-    ),
-    "reduce_over_missing": (
-        lambda s, x: s.reduce("sum", x, axis=2),
-        r"value\['x'\] is int.*: it does not have dimension 2",
-    ),
-    "gather_along_another": (
-        lambda s, x: s.gather(x, axis=1),
-        r"value\['x'\] has the shapes \[1, 2\], \[2, 2\].*concatenated along dimension 1 must have the same sizes in "
-        r"all others",
-    ),
-}
-
-
-@pytest.mark.parametrize("call, message", UNEVEN_ERRORS.values(), ids=UNEVEN_ERRORS)
-def test_uneven_rows_that_do_not_fit_raise_with_their_shapes(call, message, two):
-    _, value = _uneven(two, [1, 2], 2)
-    with pytest.raises(ValueError, match=message):
-        call(two, {"x": value})
-
-
-@each_row("op", ["mean", "max", "min"])
-@each_row("counts", [[0, 0], [0]], ids=["uneven_in_another", "even"])
-def test_reduce_of_empty_values_raises(op, counts, two):
-    width = lambda i: 1 + i if len(counts) == 2 else 1
-    value = two.distribute_values_from_function(lambda c: np.ones((0, width(c.replica_id_in_sync_group)), np.float32))
-    with pytest.raises(ValueError, match=rf"Cannot compute the {op.upper()} of value: it is empty on every replica"):
-        two.reduce(op, value, axis=(0, 1))
-    assert float(two.reduce("sum", value, axis=(0, 1))) == 0
-
-
 def _wrapped(strategy, x):
     """Returns `x` `[replica, 2]` in each wrapper, with the row that each replica then holds."""
     return {
@@ -475,33 +335,6 @@ def test_sum_and_mean_of_small_integers_do_not_wrap(more, dtype, wide, two):
     actual = {op: two.reduce(op, value, axis=0) for op in NUMPY}
     expected = {"sum": (100 * (4 + more), wide), "mean": (100, "float32"), "max": (100, dtype), "min": (100, dtype)}
     assert {op: (float(x), str(x.dtype)) for op, x in actual.items()} == expected
-
-
-NOT_REDUCIBLE_PARTS = {
-    "keys": (lambda i: jax.random.key(i), "mean", r"value\['x'\] is a random key .*Reduce the numbers drawn from it"),
-    "booleans": (
-        lambda i: np.ones(i + 1, bool),
-        "sum",
-        r"value\['x'\] is boolean \(bool\[.*\]\), and SUM of booleans is ambiguous",
-    ),
-    "complex_max": (
-        lambda i: np.ones(i + 1, np.complex64),
-        "max",
-        r"value\['x'\] is complex .* MAX is not defined .*\. Reduce `abs\(x\)`",
-    ),
-    "complex_min": (
-        lambda i: np.ones(2, np.complex64),
-        "min",
-        r"value\['x'\] is complex \(complex64\[.*MIN is not defined",
-    ),
-}
-
-
-@each_row("make, op, message", NOT_REDUCIBLE_PARTS.values(), ids=NOT_REDUCIBLE_PARTS)
-def test_reduce_of_values_that_are_not_reducible_raises_with_their_name(make, op, message, two):
-    value = {"x": two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))}
-    with pytest.raises(TypeError, match=message):
-        two.reduce(op, value, axis=0)
 
 
 def test_gather_of_keys_concatenates_the_keys_in_order(strategy):
@@ -566,44 +399,11 @@ def test_mean_of_host_row_slices_treats_them_as_replicated(two):
     np.testing.assert_array_equal(actual.dense(), jdist.RowSlices(*_slices(0), 5).dense())
 
 
-def test_sum_of_host_row_slices_raises_with_their_name(two):
-    with pytest.raises(ValueError, match=r"value\['x'\].*a host value, held by none of the 2 replicas"):
-        two.reduce("sum", {"x": jdist.RowSlices(*_slices(0), 5)}, axis=None)
-
-
 def test_reduce_of_replicated_row_slices_counts_them_once_per_replica(two):
     same = two.put(jdist.RowSlices(*_slices(0), 5))
     table = jdist.RowSlices(*_slices(0), 5).dense()
     np.testing.assert_allclose(two.reduce("sum", same, axis=None).dense(), 2 * table)
     np.testing.assert_allclose(two.reduce("mean", same, axis=None).dense(), table)
-
-
-ROW_SLICES_ERRORS = {
-    "max": (
-        lambda s, x: s.reduce("max", x, axis=None),
-        r"value\['x'\] is RowSlices, which can only be reduced by SUM or MEAN",
-    ),
-    "axis": (
-        lambda s, x: s.reduce("sum", x, axis=0),
-        r"value\['x'\] is RowSlices.*in the replica function: `value\.dense\(\)`",
-    ),
-    "gather": (
-        lambda s, x: s.gather(x, axis=0),
-        r"`gather` does not support RowSlices.*`value\.dense\(\)`.*`value\.rows`",
-    ),
-}
-
-
-@each_row("call, message", ROW_SLICES_ERRORS.values(), ids=ROW_SLICES_ERRORS)
-def test_unsupported_reduction_of_row_slices_raises(call, message, two):
-    with pytest.raises(TypeError, match=message):
-        call(two, {"x": two.put(jdist.RowSlices(*_slices(0), 5))})
-
-
-def test_sum_of_boolean_row_slices_raises_with_their_name(two):
-    value = {"x": two.put(jdist.RowSlices(np.ones((1, 2), bool), np.int32([2]), 4))}
-    with pytest.raises(TypeError, match=r"value\['x'\] is boolean .*`x\.astype\(jnp\.int32\)`"):
-        two.reduce("sum", value, axis=None)
 
 
 @every_strategy
@@ -627,27 +427,6 @@ def test_reductions_over_groups_have_the_order_of_the_replicas():
     for kind, (wrapper, held_rows) in _wrapped(strategy, np.arange(8.0, dtype=np.float32).reshape(4, 2)).items():
         np.testing.assert_array_equal(strategy.gather(strategy.put(wrapper), axis=0), held_rows.ravel(), err_msg=kind)
         np.testing.assert_array_equal(np.stack(strategy.local_results(strategy.put(wrapper))), held_rows, err_msg=kind)
-
-
-UNFIT = {
-    "fewer_indices": lambda two, rows: jdist.RowSlices(rows, two.put(jdist.PerReplica(np.zeros((2, 2), np.int32))), 4),
-    "host_indices": lambda two, rows: jdist.RowSlices(rows, np.array([2]), 4),
-}
-
-
-@each_row("make", UNFIT.values(), ids=UNFIT)
-def test_reduce_of_row_slices_without_an_index_per_row_raises(make, two):
-    rows = two.put(jdist.PerReplica(np.ones((2, 1, 2), np.float32)))
-    with pytest.raises(
-        ValueError, match=r"value is RowSlices .* each replica must have one index per row\. Place both: `strategy\.put"
-    ):
-        two.reduce("sum", make(two, rows), axis=None)
-
-
-def test_reduce_of_row_slices_with_indices_that_are_not_integers_raises(two):
-    slices = two.put(jdist.RowSlices(np.ones((1, 2), np.float32), np.float32([2]), 4))
-    with pytest.raises(TypeError, match=r"indices of float32\[1\]: indices must be integers"):
-        two.reduce("sum", slices, axis=None)
 
 
 def test_local_results_repeat_a_mirrored_value_that_is_not_placed(two):
@@ -689,20 +468,156 @@ def test_maximum_of_uneven_rows_is_nan_if_an_element_is_nan(two):
     assert all(np.isnan(two.reduce(op, value, axis=0)) for op in ("max", "min"))
 
 
-TRUNCATED = {
-    "rows": lambda s, x: s.reduce("max", [jdist.PerReplica(np.stack([x, x]))], axis=None),
-    "gathered": lambda s, x: s.gather([jdist.PerReplica(np.stack([x, x]))], axis=0),
-    "host": lambda s, x: s.reduce("max", [x], axis=0),
-}
-
-
-@each_row("call", TRUNCATED.values(), ids=TRUNCATED)
-def test_host_integer_that_would_be_truncated_to_32_bits_raises_with_its_name(call, two):
-    with pytest.raises(ValueError, match=r"^value\[0\] holds 1099511627776, which is out of the range of int32"):
-        call(two, np.array([2**40]))
-
-
 def test_read_of_host_integers_that_would_be_truncated_raises():
     for aggregation in ("sum", "mean", "only_first_replica"):
         with pytest.raises(ValueError, match=r"^value holds 1099511627776, which is out of the range of int32"):
             jdist.SyncOnRead(np.array([2**40, 1]), aggregation).read()
+
+
+def _on_both(make):
+    """Returns the value `make(i)` of each replica i of two."""
+    return CACHED["mirrored_2"].distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
+
+
+def _row_slices(rows, indices):
+    return CACHED["mirrored_2"].put(jdist.RowSlices(rows, indices, 5))
+
+
+ROWS, OTHER, SCALAR = rows(CACHED["mirrored_2"], 2, 3), rows(CACHED["mirrored_3"], 2), _on_both(lambda i: np.int32(i))
+UNEVEN, SLICES = _on_both(lambda i: np.ones((1 + i, 2), np.int32)), _row_slices(*_slices(0))
+NO_DIMENSION = r"value\['x'\] is float32\[2,3\]: it does not have dimension {}\. Its dimensions are 0 to 1, or -2 to -1"
+HOST_VALUE = r"value\['x'\].*{}.* host value, held by none of the 2 replicas.*`value \* strategy.num_replicas_in_sync`"
+NO_AXIS = r"`axis` must be a dimension of one replica's value .*, a sequence of dimensions, or None, got "
+NO_INDICES = r"value\['x'\] is RowSlices .* each replica must have one index per row\. Place both: `strategy\.put"
+NO_ROW_SLICES = r"`gather` does not support RowSlices.*`value\.dense\(\)`.*`value\.rows`"
+OTHER_DEVICES = r"value\['x'\] .*this strategy (has 2|uses cpu:0, cpu:1)"
+TRUNCATED = r"^value\['x'\] holds 1099511627776, which is out of the range of int32"
+# The method, the value of the leaf "x" of a dict, the arguments of the method, the type of the error and its message.
+REFUSED = [
+    ("reduce", 3.0, ("sum", None), ValueError, HOST_VALUE.format(r"3\.0")),
+    ("reduce", np.ones((2, 3), np.float32), ("sum", None), ValueError, HOST_VALUE.format(r"float32\[2,3\]")),
+    ("reduce", jdist.RowSlices(*_slices(0), 5), ("sum", None), ValueError, HOST_VALUE.format("")),
+    *(
+        ("reduce", x, ("sum", axis), ValueError, NO_DIMENSION.format(axis[-1] if isinstance(axis, tuple) else axis))
+        for axis in (2, -3, (0, 2))
+        for x in (ROWS, CACHED["mirrored_2"].put(np.ones((2, 3), np.float32)))
+    ),
+    *(("gather", ROWS, (axis,), ValueError, NO_DIMENSION.format(axis)) for axis in (2, -3)),
+    ("gather", SCALAR, (0,), ValueError, r"is int32\[\]: it does not have dimension 0\. It is a scalar"),
+    (
+        "reduce",
+        ROWS,
+        ("mean", (0, -2)),
+        ValueError,
+        r"`axis` names a dimension of value\['x'\] .*twice: \(0, -2\)\. Name",
+    ),
+    *(("reduce", ROWS, ("mean", axis), TypeError, NO_AXIS) for axis in ("ab", "0", 0.5, True, ("0",), np.array([0]))),
+    ("reduce", OTHER, ("sum", None), ValueError, OTHER_DEVICES),
+    ("gather", OTHER, (0,), ValueError, OTHER_DEVICES),
+    ("local_results", OTHER, (), ValueError, "is on cpu:5, cpu:1, cpu:2, and this strategy uses cpu:0, cpu:1"),
+    (
+        "reduce",
+        UNEVEN,
+        ("sum", None),
+        ValueError,
+        r"value\['x'\] has the shapes \[1, 2\], \[2, 2\] on the replicas, which also differ in dimensions other than "
+        r"the reduced ones, \[\].*`axis=0`",
+    ),
+    (
+        "reduce",
+        UNEVEN,
+        ("max", 1),
+        ValueError,
+        r"differ in dimensions other than the reduced ones, \[1\].*`strategy\.gather`",
+    ),
+    ("reduce", UNEVEN, ("sum", 2), ValueError, r"value\['x'\] is int.*: it does not have dimension 2"),
+    (
+        "gather",
+        UNEVEN,
+        (1,),
+        ValueError,
+        r"has the shapes \[1, 2\], \[2, 2\].*concatenated along dimension 1 must have the same sizes in all others",
+    ),
+    *(
+        (
+            "reduce",
+            x,
+            (op, (0, 1)),
+            ValueError,
+            rf"Cannot compute the {op.upper()} of value.*: it is empty on every replica",
+        )
+        for op in ("mean", "max", "min")
+        for x in (_on_both(lambda i: np.ones((0, 1 + i))), _on_both(lambda i: np.ones((0, 1))))
+    ),
+    (
+        "reduce",
+        _on_both(jax.random.key),
+        ("mean", 0),
+        TypeError,
+        r"is a random key \(key<fry>.*Reduce the numbers drawn from it",
+    ),
+    (
+        "reduce",
+        _on_both(lambda i: np.ones(2, bool)),
+        ("max", None),
+        TypeError,
+        r"is boolean .* MAX of booleans.*`x\.astype",
+    ),
+    (
+        "reduce",
+        _on_both(lambda i: np.ones(i + 1, bool)),
+        ("sum", 0),
+        TypeError,
+        "boolean .* SUM of booleans is ambiguous",
+    ),
+    (
+        "reduce",
+        _on_both(lambda i: np.ones(i + 1, np.complex64)),
+        ("max", 0),
+        TypeError,
+        r"is complex .* MAX is not defined .*\. Reduce `abs\(x\)`",
+    ),
+    ("reduce", _on_both(lambda i: np.ones(2, np.complex64)), ("min", 0), TypeError, r"complex64\[.*MIN is not defined"),
+    ("reduce", SLICES, ("max", None), TypeError, "is RowSlices, which can only be reduced by SUM or MEAN"),
+    ("reduce", SLICES, ("sum", 0), TypeError, r"is RowSlices.*in the replica function: `value\.dense\(\)`"),
+    ("gather", SLICES, (0,), TypeError, NO_ROW_SLICES),
+    (
+        "reduce",
+        _row_slices(np.ones((1, 2), bool), np.int32([2])),
+        ("sum", None),
+        TypeError,
+        r"value\['x'\] is boolean .*`x\.astype\(jnp\.int32\)`",
+    ),
+    ("reduce", _row_slices(np.ones((1, 2)), np.float32([2])), ("sum", None), TypeError, "indices must be integers"),
+    *(
+        ("reduce", jdist.RowSlices(rows(CACHED["mirrored_2"], 1, 2), indices, 4), ("sum", None), ValueError, NO_INDICES)
+        for indices in (_on_both(lambda i: np.zeros(2, np.int32)), np.array([2]))
+    ),
+    ("reduce", jdist.PerReplica(np.array([[2**40]] * 2)), ("max", None), ValueError, TRUNCATED),
+    ("reduce", np.array([2**40]), ("max", 0), ValueError, TRUNCATED),
+    ("gather", jdist.PerReplica(np.array([[2**40]] * 2)), (0,), ValueError, TRUNCATED),
+]
+
+
+@each_row("method, value, arguments, error, message", REFUSED, ids=[f"{row[0]}{row[2]}: {row[4]}" for row in REFUSED])
+def test_call_that_is_refused_raises_with_the_name_of_the_leaf(method, value, arguments, error, message, two):
+    value = {"x": value}
+    call = {
+        "reduce": lambda: two.reduce(arguments[0], value, axis=arguments[1]),
+        "gather": lambda: two.gather(value, axis=arguments[0]),
+        "local_results": lambda: two.local_results(value),
+    }[method]
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert "['x']" in str(raised.value) or message in (NO_AXIS, NO_ROW_SLICES)
+
+
+@each_row("method, axis, instead", [("reduce", {"op": "sum"}, "all_reduce"), ("gather", {}, "all_gather")])
+def test_host_reduction_in_a_replica_function_raises(method, axis, instead, two):
+    message = rf"`strategy\.{method}` cannot be called inside a replica function: use `jdist\.{instead}` there"
+    with pytest.raises(RuntimeError, match=message):
+        two.run(lambda x: getattr(two, method)(value=x, axis=0, **axis), (np.ones(2),))
+
+
+def test_sum_of_empty_values_is_zero(two):
+    assert float(two.reduce("sum", _on_both(lambda i: np.ones((0, 1 + i), np.float32)), axis=(0, 1))) == 0

@@ -13,7 +13,7 @@ import numpy as np
 from jax import core
 
 from jdist._src.collectives.ops import check_no_row_slices, normalize_axes, normalize_axis, stack_replicas
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.replica.context import in_replica_function, merge_call_axes
 from jdist._src.values.arrays import (
@@ -27,7 +27,7 @@ from jdist._src.values.arrays import (
     join_rows,
     reduce_rows,
 )
-from jdist._src.values.base import is_distributed
+from jdist._src.values.base import is_distributed, named_values
 from jdist._src.values.device_put import check_same_devices, check_wrapper
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
@@ -118,7 +118,8 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
     nodes, treedef = jax.tree.flatten(value, is_leaf=is_distributed)
     if not any(_is_held(node, replicas) for node in nodes):
         return (value,)
-    for name, leaf in named_leaves("value", [node.tree for node in nodes if is_distributed(node)]):
+    wrappers = treedef.unflatten([node if is_distributed(node) else None for node in nodes])
+    for name, leaf in named_values("value", wrappers):
         if is_device_array(leaf):
             check_same_devices(name, leaf, replicas.mesh)
     columns = [_local_values(node, replicas) for node in nodes]
