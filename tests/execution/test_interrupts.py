@@ -22,7 +22,7 @@ from interrupted_loop import KINDS
 
 import jdist
 from jdist._src.core import jax_compat, trace_key
-from jdist._src.execution import cpu_stages, interrupts, module_stage
+from jdist._src.execution import cpu_stages, interrupts, nn_module_stage
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
 
@@ -181,7 +181,7 @@ def test_interrupted_loop_leaves_a_state_that_is_not_donated(strategy, steps_per
 
 @pytest.mark.parametrize(
     "module, name",
-    [(cpu_stages, "record_call"), (CompiledFunction, "note_signature"), (module_stage, "from_array_tree")],
+    [(cpu_stages, "record_call"), (CompiledFunction, "note_signature"), (nn_module_stage, "from_array_tree")],
 )
 def test_interrupt_after_the_launch_leaves_modules_with_the_new_values(two, monkeypatch, module, name):
     step = two.step(lambda model, x: (model, jdist.all_reduce("mean", model(x).sum())))

@@ -9,7 +9,7 @@ import pytest
 
 import jdist
 from jdist._src.devices.mesh import Replicas, replica_mesh, replicated_sharding
-from jdist._src.values import arrays
+from jdist._src.values import array_checks, array_copies, replica_rows
 from jdist._src.values.reduce_op import ReduceOp
 
 from laws import STRATEGIES
@@ -21,11 +21,11 @@ def mesh(request):
 
 
 def test_device_array_is_neither_on_the_host_nor_traced():
-    assert arrays.is_device_array(jnp.ones(2))
-    assert arrays.is_device_array(jax.random.key(0))
-    assert not any(map(arrays.is_device_array, (np.ones(2), 1.0, None)))
+    assert array_checks.is_device_array(jnp.ones(2))
+    assert array_checks.is_device_array(jax.random.key(0))
+    assert not any(map(array_checks.is_device_array, (np.ones(2), 1.0, None)))
     seen = []
-    jax.eval_shape(lambda x: seen.append(arrays.is_device_array(x)), 1.0)
+    jax.eval_shape(lambda x: seen.append(array_checks.is_device_array(x)), 1.0)
     assert seen == [False]
 
 
@@ -45,7 +45,7 @@ PLACED = {
 @pytest.mark.parametrize("x", PLACED.values(), ids=PLACED)
 def test_placed_array_is_a_copy_without_weak_type(x, two):
     mesh = two.mesh
-    result = arrays.device_put_copy(x, replicated_sharding(mesh))
+    result = array_copies.device_put_copy(x, replicated_sharding(mesh))
     assert result is not x
     assert not jax.typeof(result).weak_type
     assert result.sharding == replicated_sharding(mesh)
@@ -56,18 +56,18 @@ def test_placed_array_is_a_copy_without_weak_type(x, two):
 
 def test_placed_array_does_not_share_memory(mesh):
     x = jax.device_put(jnp.arange(3.0), replicated_sharding(mesh))
-    arrays.device_put_copy(x, replicated_sharding(mesh)).delete()
+    array_copies.device_put_copy(x, replicated_sharding(mesh)).delete()
     assert not x.is_deleted()
 
 
 def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
     mesh = jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]).mesh
     ids = np.arange(6).reshape(3, 2)
-    rows = arrays.device_put_copy(ids, Replicas.from_mesh(mesh, None).per_replica_sharding)
-    copies = arrays.local_shards(arrays.device_put_copy(ids, replicated_sharding(mesh)))
+    rows = array_copies.device_put_copy(ids, Replicas.from_mesh(mesh, None).per_replica_sharding)
+    copies = replica_rows.local_shards(array_copies.device_put_copy(ids, replicated_sharding(mesh)))
     for result, expected in (
-        (arrays.local_rows(rows), ids),
-        (arrays.local_shards(rows), ids[:, None]),
+        (replica_rows.local_rows(rows), ids),
+        (replica_rows.local_shards(rows), ids[:, None]),
         (copies, [ids] * 3),
     ):
         np.testing.assert_array_equal(np.stack(result), np.stack(expected))
@@ -78,14 +78,14 @@ def test_local_rows_have_their_shapes_without_padding(mesh):
     n = mesh.size
     x = np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32)
     shapes = tuple((i % 4, 1 + i % 2) for i in range(n))
-    for rows in (x, arrays.device_put_copy(x, Replicas.from_mesh(mesh, None).per_replica_sharding)):
-        for unpadded, largest, shape in zip(arrays.local_rows(rows, shapes), x, shapes, strict=True):
+    for rows in (x, array_copies.device_put_copy(x, Replicas.from_mesh(mesh, None).per_replica_sharding)):
+        for unpadded, largest, shape in zip(replica_rows.local_rows(rows, shapes), x, shapes, strict=True):
             np.testing.assert_array_equal(unpadded, largest[: shape[0], : shape[1]])
 
 
 def test_repeat_rows_has_one_equal_row_per_replica(mesh):
-    result = arrays.repeat_rows(
-        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)),
+    result = replica_rows.repeat_rows(
+        array_copies.device_put_copy(np.arange(3), replicated_sharding(mesh)),
         mesh.size,
         Replicas.from_mesh(mesh, None).per_replica_sharding,
     )
@@ -96,7 +96,7 @@ def test_repeat_rows_has_one_equal_row_per_replica(mesh):
 @pytest.mark.parametrize("times", [1, 2, 3, 8])
 def test_shares_of_integers_add_up_exactly(times):
     for x in (np.int32([-9, -1, 0, 1, 7, 64]), np.int8([-128, 127]), np.uint8([255, 3])):
-        rows = np.asarray(arrays.split_into_shares(jnp.asarray(x), times, None))
+        rows = np.asarray(replica_rows.split_into_shares(jnp.asarray(x), times, None))
         assert rows.dtype == x.dtype
         np.testing.assert_array_equal(rows.astype(np.int64).sum(0), x)
 
@@ -119,9 +119,9 @@ def _filled(shapes):
 def test_reduction_of_rows_of_different_lengths_ignores_padding(op):
     x, unpadded = _filled(UNEVEN)
     joined = np.concatenate(unpadded)
-    result = arrays.reduce_rows(op, "value", x, UNEVEN, (0,), None)
+    result = replica_rows.reduce_rows(op, "value", x, UNEVEN, (0,), None)
     np.testing.assert_allclose(result, NUMPY[op](joined, axis=0), rtol=1e-5)
-    result = arrays.reduce_rows(op, "value", x, UNEVEN, (0, 1), None)
+    result = replica_rows.reduce_rows(op, "value", x, UNEVEN, (0, 1), None)
     np.testing.assert_allclose(result, NUMPY[op](joined), rtol=1e-5)
 
 
@@ -129,7 +129,7 @@ def test_reduction_of_rows_of_different_lengths_ignores_padding(op):
 @pytest.mark.parametrize("dims", [(), (1,), (0, 1)], ids=str)
 def test_reduction_of_rows_of_one_shape_equals_numpy(op, dims):
     x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32)
-    result = arrays.reduce_rows(op, "value", jnp.asarray(x), None, dims, None)
+    result = replica_rows.reduce_rows(op, "value", jnp.asarray(x), None, dims, None)
     np.testing.assert_allclose(result, NUMPY[op](x, axis=(0, *(dim + 1 for dim in dims))), rtol=1e-5)
 
 
@@ -137,11 +137,11 @@ def test_reduction_without_elements_is_refused_unless_it_is_a_sum():
     empty, shapes = jnp.zeros((2, 0, 3)), ((0, 3), (0, 3))
     for row_shapes in (None, shapes):
         np.testing.assert_array_equal(
-            arrays.reduce_rows(ReduceOp.SUM, "value", empty, row_shapes, (0,), None), np.zeros(3)
+            replica_rows.reduce_rows(ReduceOp.SUM, "value", empty, row_shapes, (0,), None), np.zeros(3)
         )
         for op in (ReduceOp.MEAN, ReduceOp.MAX, ReduceOp.MIN):
             with pytest.raises(ValueError, match=rf"{op.name} of value\['x'\]: it is empty on every"):
-                arrays.reduce_rows(op, "value['x']", empty, row_shapes, (0,), None)
+                replica_rows.reduce_rows(op, "value['x']", empty, row_shapes, (0,), None)
 
 
 def test_reduction_that_leaves_different_shapes_is_refused():
@@ -153,13 +153,13 @@ def test_reduction_that_leaves_different_shapes_is_refused():
             r"values: `strategy\.gather`"
         )
         with pytest.raises(ValueError, match=message):
-            arrays.reduce_rows(ReduceOp.SUM, "value['x']", x, UNEVEN, dims, None)
+            replica_rows.reduce_rows(ReduceOp.SUM, "value['x']", x, UNEVEN, dims, None)
 
 
 @pytest.mark.parametrize("dim, shapes", [(0, UNEVEN), (1, ((2, 1), (2, 3), (2, 0))), (0, None), (1, None)], ids=str)
 def test_joined_rows_equal_numpy(dim, shapes):
     x, unpadded = _filled(shapes or ((2, 3),) * 3)
-    result = arrays.join_rows("value", x, shapes, dim, None)
+    result = replica_rows.join_rows("value", x, shapes, dim, None)
     np.testing.assert_array_equal(result, np.concatenate(unpadded, axis=dim))
 
 
@@ -170,16 +170,18 @@ def test_rows_that_differ_along_another_dimension_are_not_joined():
         r"that differs"
     )
     with pytest.raises(ValueError, match=message):
-        arrays.join_rows("value", x, UNEVEN, 1, None)
+        replica_rows.join_rows("value", x, UNEVEN, 1, None)
 
 
 def test_reduction_and_join_have_the_requested_sharding():
     mesh = STRATEGIES["mirrored_3"]().mesh
-    x = arrays.device_put_copy(_filled(UNEVEN)[0], Replicas.from_mesh(mesh, None).per_replica_sharding)
+    x = array_copies.device_put_copy(_filled(UNEVEN)[0], Replicas.from_mesh(mesh, None).per_replica_sharding)
     everywhere = replicated_sharding(mesh)
     for shapes, op in itertools.product((UNEVEN, None), (ReduceOp.MEAN, ReduceOp.MAX)):
-        assert arrays.reduce_rows(op, "value", x, shapes, (0,), everywhere).sharding.is_equivalent_to(everywhere, 1)
-        assert arrays.join_rows("value", x, shapes, 0, everywhere).sharding.is_equivalent_to(everywhere, 2)
+        assert replica_rows.reduce_rows(op, "value", x, shapes, (0,), everywhere).sharding.is_equivalent_to(
+            everywhere, 1
+        )
+        assert replica_rows.join_rows("value", x, shapes, 0, everywhere).sharding.is_equivalent_to(everywhere, 2)
 
 
 def test_argument_whose_memory_cannot_be_donated_is_copied(two):
@@ -191,10 +193,10 @@ def test_argument_whose_memory_cannot_be_donated_is_copied(two):
             return tree["w"] + number
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Donation requested for buffer with external reference")
 
-    np.testing.assert_array_equal(arrays.call_donating(donating, tree, 3), np.arange(6) + 3)
+    np.testing.assert_array_equal(array_copies.call_donating(donating, tree, 3), np.arange(6) + 3)
     assert len(seen) == 1
-    np.testing.assert_array_equal(arrays.call_donating(donating, tree, 1), np.arange(6) + 1)
+    np.testing.assert_array_equal(array_copies.call_donating(donating, tree, 1), np.arange(6) + 1)
     assert len(seen) == 3
     assert seen[2].sharding == tree["w"].sharding
     with pytest.raises(ZeroDivisionError):
-        arrays.call_donating(lambda tree: 1 / 0, tree)
+        array_copies.call_donating(lambda tree: 1 / 0, tree)

@@ -16,7 +16,7 @@ from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.training.events import Callback, Event, Moment
 from jdist._src.training.state_copies import from_saved, to_saved
-from jdist._src.values.arrays import call_donating
+from jdist._src.values.array_copies import call_donating
 
 
 def _params(state: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jdist._src.devices.mesh import HOST_MEMORY
-from jdist._src.values.arrays import is_on_mesh, mesh_of
+from jdist._src.values.array_checks import is_on_mesh, mesh_of
 
 _MULTIPLIER = np.uint32(0x9E3779B1)
 _WORD = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}

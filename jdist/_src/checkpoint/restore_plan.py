@@ -34,19 +34,13 @@ from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import Replicas
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.aggregation import VariableAggregation
-from jdist._src.values.arrays import (
-    check_array,
-    device_put_copy,
-    first_row,
-    mesh_of,
-    reduce_rows,
-    repeat_rows,
-    split_into_shares,
-)
+from jdist._src.values.array_checks import check_array, mesh_of
+from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.base import cast_without_loss, is_distributed
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape, check_wrapper
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
+from jdist._src.values.replica_rows import first_row, reduce_rows, repeat_rows, split_into_shares
 from jdist._src.values.state_sharding import StateSharding
 
 

@@ -22,7 +22,8 @@ from jdist._src.core.byte_dtypes import to_bytes
 from jdist._src.core.nn_modules import to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
-from jdist._src.values.arrays import check_array, is_device_array, to_numpy
+from jdist._src.values.array_checks import check_array, is_device_array
+from jdist._src.values.array_copies import to_numpy
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 from jdist._src.values.remote_array import materialize

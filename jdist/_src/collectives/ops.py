@@ -23,9 +23,10 @@ from jdist._src.collectives.cross_device_ops import (
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.jaxpr.marks import SUM_MARK
-from jdist._src.values.arrays import Shape, check_range, check_value
+from jdist._src.values.array_checks import check_range, check_value
 from jdist._src.values.base import is_distributed
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
+from jdist._src.values.replica_rows import Shape
 from jdist._src.values.row_slices import RowSlices, is_row_slices
 
 

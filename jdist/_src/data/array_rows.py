@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.data.buckets import Buckets
-from jdist._src.values.arrays import check_range
+from jdist._src.values.array_checks import check_range
 
 _SCALARS = (bool, int, float, complex, np.generic)
 STACK_EXAMPLES = "Stack a list of examples into arrays: `jax.tree.map(lambda *x: np.stack(x), *examples)`"

@@ -20,7 +20,7 @@ from jdist._src.execution.cpu_stages import check_donated_state
 from jdist._src.execution.interrupts import hold_back
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results
-from jdist._src.values.arrays import (
+from jdist._src.values.array_checks import (
     check_array,
     check_not_leaked,
     check_not_ref,

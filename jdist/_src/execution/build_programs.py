@@ -8,8 +8,8 @@ from typing import Any
 from jdist._src.core.arguments import as_int, check_callable, function_name
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.execution.backend import Backend, ProgramSpec
-from jdist._src.execution.module_stage import unpacked
 from jdist._src.execution.multi_step import StackedInputs, StepLoop
+from jdist._src.execution.nn_module_stage import unpacked
 from jdist._src.execution.program import Program
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.stage_order import stages_of

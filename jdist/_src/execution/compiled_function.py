@@ -14,7 +14,8 @@ from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.execution.interrupts import uninterrupted
 from jdist._src.execution.traced import Arguments, Proof, Results, TraceFn
 from jdist._src.jaxpr.interpreter import all_equations
-from jdist._src.values.arrays import check_array, copy_tree
+from jdist._src.values.array_checks import check_array
+from jdist._src.values.array_copies import copy_tree
 
 _SMALL_OUTPUTS = 2**16  # elements: outputs that are held until the next call
 

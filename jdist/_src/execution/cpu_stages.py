@@ -21,7 +21,7 @@ from jdist._src.execution.compiled_function import CompiledFunction, ResultStruc
 from jdist._src.execution.packed_state import PackedState
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results
-from jdist._src.values.arrays import is_device_array
+from jdist._src.values.array_checks import is_device_array
 from jdist._src.values.base import named_values
 
 

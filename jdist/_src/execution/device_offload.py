@@ -14,7 +14,7 @@ from jdist._src.execution.cpu_stages import DonatedMemory
 from jdist._src.execution.placement_stages import Storage
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.stage import Stage
-from jdist._src.values.arrays import is_device_array
+from jdist._src.values.array_checks import is_device_array
 from jdist._src.values.state_sharding import StateSharding
 
 

@@ -9,7 +9,7 @@ from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import run_held_back
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results, Traced, TraceFn
-from jdist._src.values.arrays import is_device_array
+from jdist._src.values.array_checks import is_device_array
 
 
 class PlacedResults(Stage):

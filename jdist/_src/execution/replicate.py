@@ -28,7 +28,7 @@ from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.jaxpr.trace_errors import check_no_captured_ref, explain_trace_errors, note_arguments
 from jdist._src.replica.context import enter_context
-from jdist._src.values.arrays import check_value
+from jdist._src.values.array_checks import check_value
 from jdist._src.values.base import is_distributed, named_values
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape, check_wrapper
 from jdist._src.values.per_replica import PerReplica

@@ -4,8 +4,8 @@ from jdist._src.devices.dispatch import is_bounded
 from jdist._src.execution.argument_stages import ArgumentErrors, HostValues
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.cpu_stages import DonatedMemory, OneAtATime
-from jdist._src.execution.module_stage import Modules
 from jdist._src.execution.multi_step import RepeatedSteps, StackedSteps, StepLoop
+from jdist._src.execution.nn_module_stage import Modules
 from jdist._src.execution.process_stage import Processes
 from jdist._src.execution.stage import Stage
 from jdist._src.values.process_calls import processes_of

@@ -13,14 +13,14 @@ from jax import lax
 
 from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, short_line
-from jdist._src.execution.module_changes import changed_attribute
+from jdist._src.execution.nn_mutation import changed_attribute
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import ReplicaFn, Results, UserCall
 from jdist._src.replica import leaf_annotations
 from jdist._src.replica.context import all_reduce, broadcast
 from jdist._src.replica.precision import Precision, use_precision
 from jdist._src.values.aggregation import VariableAggregation
-from jdist._src.values.arrays import check_value
+from jdist._src.values.array_checks import check_value
 from jdist._src.values.base import is_distributed, named_values
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.reduce_op import ReduceOp, check_reducible

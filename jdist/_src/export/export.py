@@ -23,7 +23,7 @@ from jdist._src.export import weights
 from jdist._src.jaxpr.interpreter import all_equations
 from jdist._src.jaxpr.primitives import PARTITIONING
 from jdist._src.replica.context import ReplicaContext, enter_context, require_cross_replica_context
-from jdist._src.values.arrays import check_array
+from jdist._src.values.array_checks import check_array
 from jdist._src.values.base import is_distributed
 
 FORMAT = 1

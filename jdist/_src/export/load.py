@@ -16,7 +16,7 @@ from jdist._src.core.atomic_files import Path, check_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.export import weights
 from jdist._src.export.export import FORMAT, FUNCTION, MANIFEST, WEIGHTS, is_export, require_flatbuffers
-from jdist._src.values.arrays import check_range, host_leaves, is_jit_argument
+from jdist._src.values.array_checks import check_range, host_leaves, is_jit_argument
 from jdist._src.values.base import is_distributed
 
 

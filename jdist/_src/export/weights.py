@@ -39,7 +39,8 @@ from jdist._src.core.version import __version__
 from jdist._src.export.tensor_files import BYTE_DTYPES, DTYPES, INDEX_SUFFIX, KEYS, StoredTensor, read_tensors
 from jdist._src.replica.context import require_cross_replica_context
 from jdist._src.strategies.base import Strategy
-from jdist._src.values.arrays import check_array, device_put_copy, to_numpy
+from jdist._src.values.array_checks import check_array
+from jdist._src.values.array_copies import device_put_copy, to_numpy
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_devices_attached, check_wrapper
 from jdist._src.values.process_calls import processes_of

@@ -19,7 +19,7 @@ from jdist._src.execution.traced import Arguments, CallFn, Results
 from jdist._src.jaxpr.server_partition import UpdateGroup
 from jdist._src.parameter_server.engine import Engine
 from jdist._src.parameter_server.server_array import ServerArray
-from jdist._src.parameter_server.step_parts import StepParts, TracedStep, compile_parts, cut_step
+from jdist._src.parameter_server.step_parts import PartitionedStep, StepParts, compile_parts, cut_step
 from jdist._src.parameter_server.storage import LeafStorage, Shard
 from jdist._src.parameter_server.worker_index import in_scheduled_function
 from jdist._src.strategies.one_device import OneDeviceStrategy
@@ -122,7 +122,7 @@ class ParameterServerBackend(ShardMapBackend):
         step = cut_step(function, program, results, self.replicas.axes[0], shapes, names)
         return compile_parts(step, self._placement(step, leaves, names), self.engine.executor.num_servers)
 
-    def _placement(self, step: TracedStep, leaves: Sequence[Any], names: Sequence[str]) -> list[tuple[Shard, ...]]:
+    def _placement(self, step: PartitionedStep, leaves: Sequence[Any], names: Sequence[str]) -> list[tuple[Shard, ...]]:
         """Returns the shards of each leaf of the state. Leaves that are on the servers stay where they are, if possible."""
         shards: list[tuple[Shard, ...]] = [()] * len(leaves)
         for number in step.partition.scalars.leaves:
@@ -134,7 +134,7 @@ class ParameterServerBackend(ShardMapBackend):
         return shards
 
     def _group_placement(
-        self, group: UpdateGroup, leaves: Sequence[Any], step: TracedStep, names: Sequence[str]
+        self, group: UpdateGroup, leaves: Sequence[Any], step: PartitionedStep, names: Sequence[str]
     ) -> tuple[Shard, ...]:
         stored = {leaves[number].storage.shards for number in group.leaves if isinstance(leaves[number], ServerArray)}
         if len(stored) == 1 and all(isinstance(leaves[number], ServerArray) for number in group.leaves):

@@ -22,7 +22,7 @@ from jdist._src.core.tree import PyTree
 from jdist._src.parameter_server import staleness
 from jdist._src.parameter_server.closure_queue import WorkerLostError
 from jdist._src.parameter_server.event_log import UPDATES_PER_DIGEST, Replay, digest, open_log
-from jdist._src.parameter_server.executor import Executor, StepInputs
+from jdist._src.parameter_server.executor import Executor, StepCall
 from jdist._src.parameter_server.partitioners import row_ranges
 from jdist._src.parameter_server.server_array import OutputArray
 from jdist._src.parameter_server.step_parts import StepParts
@@ -53,7 +53,7 @@ class WorkerProgress(NamedTuple):
     pid: int = 0
 
 
-class _Call(NamedTuple):
+class _RunningCall(NamedTuple):
     """A call of a step that a worker runs.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
         version: The version of the state that it read.
         number: The number of the call, from 0.
         name: The name of the step.
-        inputs: The arguments of the call, which also keep the leaves of the state alive.
+        step_call: The parts and the arguments of the call, which also keep the leaves of the state alive.
         work: The work of the worker.
         outputs: The outputs, which the worker may still compute, or the error of the call.
         attempts: The number of workers that ran the call.
@@ -71,7 +71,7 @@ class _Call(NamedTuple):
     version: int
     number: int
     name: str
-    inputs: StepInputs
+    step_call: StepCall
     work: Any
     outputs: Future[Sequence[Any]]
     attempts: int
@@ -105,11 +105,11 @@ class Engine:
         self._lock, self._exit_key = threading.RLock(), object()
         self._calls_per_worker = calls_per_worker
         self._idle = list(range(executor.num_workers)) * calls_per_worker
-        self._in_progress: list[_Call] = []  # in the order of the versions that they read
+        self._in_progress: list[_RunningCall] = []  # in the order of the versions that they read
         self._version = self._num_calls = self._next_server = 0
         self._counts: collections.Counter[int] = collections.Counter()
         self._progress = [WorkerProgress() for _ in range(executor.num_workers)]
-        self._delayed: dict[int, tuple[str, StepInputs, Future[Sequence[Any]]]] = {}  # calls that a replay starts later
+        self._delayed: dict[int, tuple[str, StepCall, Future[Sequence[Any]]]] = {}  # calls that a replay starts later
         self._num_updates = 0  # with those that were skipped
         self._last_storages: Sequence[LeafStorage] = ()  # of a recorded run, the state of the last update
         self._log, self._replay = open_log(record, executor.num_workers, num_threads)
@@ -173,12 +173,12 @@ class Engine:
             ValueError: The workers cannot run the step.
         """
         with self._lock:
-            call_inputs, outputs = StepInputs(parts, storages, inputs), Future[Sequence[Any]]()
-            self.executor.prepare(call_inputs)
+            step_call, outputs = StepCall(parts, storages, inputs), Future[Sequence[Any]]()
+            self.executor.prepare(step_call)
             if self._replay is None:
-                self._start_on(self._next_worker(), self._num_calls, name, call_inputs, outputs, 1)
+                self._start_on(self._next_worker(), self._num_calls, name, step_call, outputs, 1)
             else:
-                self._start_recorded(self._replay, name, call_inputs, outputs)
+                self._start_recorded(self._replay, name, step_call, outputs)
             self._num_calls += 1
         if outputs.done():
             return output_put(outputs.result())
@@ -186,7 +186,7 @@ class Engine:
         return [OutputArray(spec, functools.partial(read, i)) for i, spec in enumerate(parts.output_shapes)]
 
     def _start_on(
-        self, worker: int, number: int, name: str, inputs: StepInputs, outputs: Future[Sequence[Any]], attempts: int
+        self, worker: int, number: int, name: str, step_call: StepCall, outputs: Future[Sequence[Any]], attempts: int
     ) -> None:
         if self._log:
             self._log.write(start=number, worker=worker, version=self._version, step=name)
@@ -194,13 +194,13 @@ class Engine:
             finish_at_exit = functools.partial(_finish, weakref.ref(self))
             exit_work.add(self._exit_key, finish_at_exit, "calls of a step were in progress")
         try:
-            work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
+            work, early_outputs = self.executor.start(worker, step_call, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
             raise _fail(outputs, _failure(worker, number, name, error)) from error
         if early_outputs is not None:
             outputs.set_result(early_outputs)
         self._idle.remove(worker)
-        self._in_progress.append(_Call(worker, self._version, number, name, inputs, work, outputs, attempts))
+        self._in_progress.append(_RunningCall(worker, self._version, number, name, step_call, work, outputs, attempts))
         self._progress[worker] = self._progress[worker]._replace(version=self._version)
 
     def join(self) -> None:
@@ -255,13 +255,13 @@ class Engine:
             except Exception as error:
                 exit_work.end_with_failure(_failure(call.worker, call.number, call.name, error))
 
-    def _count_update(self, call: _Call) -> None:
+    def _count_update(self, call: _RunningCall) -> None:
         """Counts a call that was applied or skipped, and compares or records the state after some of them."""
         self._num_updates += 1
         if self._log is not None:
             self._log.write(apply=call.number)
         if self._log is not None or self._replay is not None:
-            self._last_storages = call.inputs.storages
+            self._last_storages = call.step_call.storages
             if not self._num_updates % UPDATES_PER_DIGEST:
                 self._compare_state()
 
@@ -292,10 +292,10 @@ class Engine:
             self._apply_next()
         return self._idle[0]
 
-    def _start_recorded(self, replay: Replay, name: str, inputs: StepInputs, outputs: Future[Sequence[Any]]) -> None:
+    def _start_recorded(self, replay: Replay, name: str, step_call: StepCall, outputs: Future[Sequence[Any]]) -> None:
         """Starts a call if the recorded run started it before the next one. It did not if the worker was lost."""
         number = self._num_calls
-        self._delayed[number] = name, inputs, outputs
+        self._delayed[number] = name, step_call, outputs
         try:
             self._replay_events(replay)
             if number in self._delayed:
@@ -312,11 +312,11 @@ class Engine:
                 replay.advance()
                 self._apply([call.number for call in self._in_progress].index(event.call))
             elif event.call in self._delayed:
-                name, inputs, outputs = self._delayed[event.call]
+                name, step_call, outputs = self._delayed[event.call]
                 replay.check_start(event.call, name)
                 replay.advance()
                 del self._delayed[event.call]
-                self._start_on(event.worker, event.call, name, inputs, outputs, 1)
+                self._start_on(event.worker, event.call, name, step_call, outputs, 1)
             else:
                 break
             was_successful = True
@@ -353,13 +353,13 @@ class Engine:
             self._skip(call)
             return
         age, progress = self._version - call.version, self._progress[call.worker]
-        self.executor.apply(call.work, call.inputs, age)
+        self.executor.apply(call.work, call.step_call, age)
         self._progress[call.worker] = progress._replace(updates=progress.updates + 1, staleness=age)
         self._counts[age] += 1
         self._version += 1
         self._count_update(call)
 
-    def _start_again(self, call: _Call, error: WorkerLostError) -> None:
+    def _start_again(self, call: _RunningCall, error: WorkerLostError) -> None:
         progress = self._progress[call.worker]
         self._progress[call.worker] = progress._replace(restarts=progress.restarts + 1)
         if self._log:
@@ -368,9 +368,9 @@ class Engine:
         if call.attempts >= MAX_ATTEMPTS:
             message = f"{_failure(call.worker, call.number, call.name, error)} It was started {call.attempts} times."
             raise _fail(call.outputs, message) from error
-        self._start_on(call.worker, call.number, call.name, call.inputs, call.outputs, call.attempts + 1)
+        self._start_on(call.worker, call.number, call.name, call.step_call, call.outputs, call.attempts + 1)
 
-    def _skip(self, call: _Call) -> None:
+    def _skip(self, call: _RunningCall) -> None:
         """Does not apply the results of a worker, because they are not finite."""
         progress = self._progress[call.worker]
         self._progress[call.worker] = progress._replace(skipped=progress.skipped + 1)
@@ -390,7 +390,7 @@ def _finish(engine: Callable[[], Engine | None]) -> None:
         existing._finish()
 
 
-def _not_finite(call: _Call) -> str:
+def _not_finite(call: _RunningCall) -> str:
     return (
         f"Worker {call.worker} computed values that are not finite in call {call.number + 1} of a step, `{call.name}`. "
         "Its update was not applied."

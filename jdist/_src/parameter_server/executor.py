@@ -11,7 +11,7 @@ from jdist._src.parameter_server.step_parts import StepParts
 from jdist._src.parameter_server.storage import LeafStorage, Shard
 
 
-class StepInputs(NamedTuple):
+class StepCall(NamedTuple):
     """One call of a step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Executor(abc.ABC):
     def read(self, storage: LeafStorage) -> jax.Array:
         """Returns the value of a leaf."""
 
-    def prepare(self, call: StepInputs) -> None:  # noqa: B027  # devices of this process need no preparation
+    def prepare(self, call: StepCall) -> None:  # noqa: B027  # devices of this process need no preparation
         """Prepares the workers and servers for the first call of a step with these leaves, if they need it.
 
         Raises:
@@ -63,7 +63,7 @@ class Executor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start(self, worker: int, call: StepInputs, num_in_flight: int) -> tuple[Any, list[jax.Array] | None]:
+    def start(self, worker: int, call: StepCall, num_in_flight: int) -> tuple[Any, list[jax.Array] | None]:
         """Starts a call on a worker, with the current state.
 
         Args:
@@ -95,7 +95,7 @@ class Executor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def apply(self, work: Any, call: StepInputs, staleness: int) -> None:
+    def apply(self, work: Any, call: StepCall, staleness: int) -> None:
         """Applies the results of a work to the state."""
 
     @abc.abstractmethod

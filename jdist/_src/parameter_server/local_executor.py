@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jdist._src.parameter_server.executor import Executor, StepInputs
+from jdist._src.parameter_server.executor import Executor, StepCall
 from jdist._src.parameter_server.storage import LeafStorage, Shard, joined, to_arrays
 
 
@@ -78,7 +78,7 @@ class LocalExecutor(Executor):
         arrays = jax.device_put(storage.arrays, self._host_sharding, may_alias=False)
         return jax.device_put(joined(arrays, storage.shards), self._host_sharding)
 
-    def start(self, worker: int, call: StepInputs, num_in_flight: int) -> tuple[_Work, list[jax.Array]]:
+    def start(self, worker: int, call: StepCall, num_in_flight: int) -> tuple[_Work, list[jax.Array]]:
         """See `Executor.start`."""
         device, parts = self.workers[worker], call.parts
         arrays = [_on_device(call.storages[number].arrays, device) for number in parts.read_leaves]
@@ -102,7 +102,7 @@ class LocalExecutor(Executor):
         jax.block_until_ready(work.last_results())
         return work.outputs, work.is_finite is None or bool(work.is_finite)
 
-    def apply(self, work: _Work, call: StepInputs, staleness: int) -> None:
+    def apply(self, work: _Work, call: StepCall, staleness: int) -> None:
         """See `Executor.apply`."""
         for number, server in enumerate(call.parts.servers):
             if not server.changed:
@@ -120,7 +120,7 @@ class LocalExecutor(Executor):
         """See `Executor.flush`. An update on the devices of this process raises its error where its results are read."""
         self._unused.clear()
 
-    def _pull(self, call: StepInputs) -> list[Any]:
+    def _pull(self, call: StepCall) -> list[Any]:
         """Returns the rows of tables that a worker needs. They are copied, because an update changes the tables in place."""
         device = self.servers[0]
         tables = [_on_device(call.storages[number].arrays, device) for number in call.parts.tables]

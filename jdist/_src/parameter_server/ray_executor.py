@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jdist._src.parameter_server.closure_queue import WorkerLostError
-from jdist._src.parameter_server.executor import Executor, StepInputs
+from jdist._src.parameter_server.executor import Executor, StepCall
 from jdist._src.parameter_server.exported_parts import from_numbers, to_host, to_numbers
 from jdist._src.parameter_server.ray_actors import Update
 from jdist._src.parameter_server.ray_cluster import RayCluster
@@ -103,12 +103,12 @@ class RayExecutor(Executor):
         values = [from_numbers(x, storage.dtype) for x in jax.device_put(arrays, self._host_sharding, may_alias=False)]
         return jax.device_put(joined(values, storage.shards), self._host_sharding)
 
-    def prepare(self, call: StepInputs) -> None:
+    def prepare(self, call: StepCall) -> None:
         """See `Executor.prepare`."""
         self._remove_leaves()
         self._binding(call)
 
-    def start(self, worker: int, call: StepInputs, num_in_flight: int) -> tuple[_Work, None]:
+    def start(self, worker: int, call: StepCall, num_in_flight: int) -> tuple[_Work, None]:
         """See `Executor.start`."""
         binding = self._binding(call)
         inputs = [np.asarray(to_numbers(x), dtype) for x, dtype in zip(call.inputs, binding.input_dtypes, strict=True)]
@@ -137,7 +137,7 @@ class RayExecutor(Executor):
         dtypes = [shape.dtype for shape in work.output_shapes]
         return [from_numbers(x, dtype) for x, dtype in zip(outputs, dtypes, strict=True)], is_finite
 
-    def apply(self, work: _Work, call: StepInputs, staleness: int) -> None:
+    def apply(self, work: _Work, call: StepCall, staleness: int) -> None:
         """See `Executor.apply`. The update is sent with the next call of its server."""
         for server, part in enumerate(work.binding.program.servers):
             if part.update is None:
@@ -186,7 +186,7 @@ class RayExecutor(Executor):
         removed = number, storage.shards
         self._leaves[number] = weakref.ref(storage, lambda _: self._removed.append(removed))
 
-    def _binding(self, call: StepInputs) -> RayBinding:
+    def _binding(self, call: StepCall) -> RayBinding:
         """Returns the parts of a step with the leaves of a call. The actors receive them once."""
         key = id(call.parts), *(storage.arrays[0][0] for storage in call.storages)
         if key not in self._bindings:

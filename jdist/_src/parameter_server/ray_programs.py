@@ -9,7 +9,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.jaxpr.table_rows import LookedUpRows
-from jdist._src.parameter_server.executor import StepInputs
+from jdist._src.parameter_server.executor import StepCall
 from jdist._src.parameter_server.exported_parts import as_sent, export_part
 from jdist._src.parameter_server.local_executor import all_finite
 from jdist._src.parameter_server.ray_actors import ServerBinding, ServerPart, WorkerPart
@@ -49,9 +49,7 @@ class RayBinding(NamedTuple):
     servers: Sequence[ServerBinding]
 
 
-def make_program(
-    number: int, call: StepInputs, platform: str, nodes: Sequence[int], *, tests_finite: bool
-) -> RayProgram:
+def make_program(number: int, call: StepCall, platform: str, nodes: Sequence[int], *, tests_finite: bool) -> RayProgram:
     """Exports the parts of a step.
 
     Args:
@@ -88,7 +86,7 @@ def _servers_on(node: int, nodes: Sequence[int]) -> list[int]:
     return [server for server, other in enumerate(nodes) if other == node]
 
 
-def bind(number: int, program: RayProgram, call: StepInputs) -> RayBinding:
+def bind(number: int, program: RayProgram, call: StepCall) -> RayBinding:
     """Returns the leaves that the parts of a step use.
 
     Args:

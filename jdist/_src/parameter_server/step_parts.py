@@ -27,7 +27,7 @@ from jdist._src.parameter_server.storage import Shard, joined, rows_of
 from jdist._src.values.base import is_distributed
 
 
-class TracedStep(NamedTuple):
+class PartitionedStep(NamedTuple):
     """A step that was traced and cut.
 
     Attributes:
@@ -142,7 +142,7 @@ def cut_step(
     axis: str,
     shapes: tuple[PyTree, PyTree],
     names: Sequence[str],
-) -> TracedStep:
+) -> PartitionedStep:
     """Cuts a traced step.
 
     Args:
@@ -168,7 +168,7 @@ def cut_step(
     partition = split_for_servers(jaxpr, inputs, (axis,), arguments[:num_state], constants)
     _check_local_values(partition, is_varying, names)
     state_shapes, output_shapes = (jax.tree.leaves(tree) for tree in shapes)
-    return TracedStep(
+    return PartitionedStep(
         jaxpr,
         partition,
         find_tables(partition, arguments[:num_state]),
@@ -193,7 +193,7 @@ def _check_local_values(partition: ServerPartition, is_varying: Sequence[bool], 
             )
 
 
-def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_servers: int) -> StepParts:
+def compile_parts(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], num_servers: int) -> StepParts:
     """Compiles the parts of a step for a placement of the state."""
     units = [_units_on(step, shards, server) for server in range(num_servers)]
     sent_values = [list(dict.fromkeys(value for unit in row for value in _received(step, unit))) for row in units]
@@ -224,7 +224,7 @@ def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_ser
     )
 
 
-def _units_on(step: TracedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[UpdateOnServer]:
+def _units_on(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[UpdateOnServer]:
     groups = [*step.partition.groups, *([step.partition.scalars] if step.partition.scalars.leaves else [])]
     return [
         UpdateOnServer(group, index, shard)
@@ -234,11 +234,11 @@ def _units_on(step: TracedStep, shards: Sequence[tuple[Shard, ...]], server: int
     ]
 
 
-def _is_changed(step: TracedStep, number: int) -> bool:
+def _is_changed(step: PartitionedStep, number: int) -> bool:
     return step.program.outvars[number] is not step.state[number]
 
 
-def _received(step: TracedStep, unit: UpdateOnServer) -> list[tuple[Any, Shard | None]]:
+def _received(step: PartitionedStep, unit: UpdateOnServer) -> list[tuple[Any, Shard | None]]:
     """Returns the variables that the update of a group receives, each with its rows, or None for all of it."""
     new_values = [step.program.outvars[number] for number in unit.group.leaves]
     needed = dict.fromkeys([*unit.group.part.inputs, *update_partition.variables(new_values)])
@@ -249,11 +249,11 @@ def _received(step: TracedStep, unit: UpdateOnServer) -> list[tuple[Any, Shard |
     return keys if table is None else [*keys, (table.var, None)]  # None: the numbers of the looked-up rows
 
 
-def _table_of(step: TracedStep, unit: UpdateOnServer) -> Table | None:
+def _table_of(step: PartitionedStep, unit: UpdateOnServer) -> Table | None:
     return next((table for table in step.tables if table.leaf in unit.group.leaves), None)
 
 
-def _look_up(step: TracedStep) -> tuple[list[int], Callable[[Sequence[Any]], list[LookedUpRows]]]:
+def _look_up(step: PartitionedStep) -> tuple[list[int], Callable[[Sequence[Any]], list[LookedUpRows]]]:
     """Returns the numbers of the inputs that decide which rows a worker looks up, and the function of these inputs."""
     part = part_for(step.partition.worker.program, [var for table in step.tables for var in table.indices])
     numbers = [number for number, var in enumerate(step.inputs) if var in part.inputs]
@@ -271,7 +271,7 @@ def _look_up(step: TracedStep) -> tuple[list[int], Callable[[Sequence[Any]], lis
 
 
 def _pull(
-    step: TracedStep,
+    step: PartitionedStep,
     shards: Sequence[tuple[Shard, ...]],
     numbers: Sequence[int],
     look_up: Callable[[Sequence[Any]], list[LookedUpRows]],
@@ -304,7 +304,7 @@ def _local_numbers(x: jax.Array, numbers: jax.Array, start: Any) -> jax.Array:
 
 
 def _worker(
-    step: TracedStep,
+    step: PartitionedStep,
     read_leaves: Sequence[int],
     shards: Sequence[tuple[Shard, ...]],
     sent_values: Sequence[Sequence[tuple[Any, Shard | None]]],
@@ -376,7 +376,7 @@ class _KeyEvaluator(Evaluator):
 
 
 def _server_update(
-    step: TracedStep,
+    step: PartitionedStep,
     units: Sequence[UpdateOnServer],
     received: Sequence[tuple[Any, Shard | None]],
     read_leaves: Sequence[int],
@@ -420,7 +420,7 @@ def _server_update(
 
 
 def _updated(
-    step: TracedStep, unit: UpdateOnServer, env: dict[Any, Any], rows: Any, staleness: jax.Array
+    step: PartitionedStep, unit: UpdateOnServer, env: dict[Any, Any], rows: Any, staleness: jax.Array
 ) -> dict[tuple[int, int], jax.Array]:
     """Returns the new arrays of a group.
 

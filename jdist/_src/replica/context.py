@@ -23,7 +23,7 @@ from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.trace_key import keyed, set_outermost_key
 from jdist._src.core.tree import PyTree, describe_type, named_leaves, one_line
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.arrays import check_value
+from jdist._src.values.array_checks import check_value
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_uniform_shape
 from jdist._src.values.per_replica import PerReplica

@@ -16,7 +16,7 @@ from jdist._src.core.tree import PyTree, argument_names, describe_tree, dtype_an
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
 from jdist._src.replica.losses import WeightedLosses, is_loss, weighted_sums, weights_array
-from jdist._src.values.arrays import check_array
+from jdist._src.values.array_checks import check_array
 from jdist._src.values.reduce_op import ReduceOp
 
 Params = TypeVar("Params")

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jdist._src.collectives.ops import axes_argument, check_no_row_slices, check_unwrapped, normalize_axes
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica.context import require_replica_context
-from jdist._src.values.arrays import check_array, check_range
+from jdist._src.values.array_checks import check_array, check_range
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
 T = TypeVar("T")

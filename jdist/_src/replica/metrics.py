@@ -20,7 +20,7 @@ import numpy as np
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.replica.losses import broadcast_weights, weighted_sums
-from jdist._src.values.arrays import check_array
+from jdist._src.values.array_checks import check_array
 
 
 class Metric(abc.ABC):

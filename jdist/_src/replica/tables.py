@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.jaxpr.marks import LOOKUP_MARK
-from jdist._src.values.arrays import check_array
+from jdist._src.values.array_checks import check_array
 
 
 def lookup(table: jax.Array, ids: Any) -> jax.Array:

@@ -21,7 +21,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
 from jdist._src.strategies.mesh_drawing import WIDTH, draw_mesh
-from jdist._src.values.arrays import is_device_array
+from jdist._src.values.array_checks import is_device_array
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_wrapper
 from jdist._src.values.per_replica import PerReplica

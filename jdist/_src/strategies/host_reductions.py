@@ -16,22 +16,13 @@ from jdist._src.collectives.ops import check_no_row_slices, normalize_axes, norm
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.replica.context import in_replica_function, merge_call_axes
-from jdist._src.values.arrays import (
-    EXTREMES,
-    Shape,
-    Shapes,
-    check_array,
-    check_not_leaked,
-    check_range,
-    is_device_array,
-    join_rows,
-    reduce_rows,
-)
+from jdist._src.values.array_checks import check_array, check_not_leaked, check_range, is_device_array
 from jdist._src.values.base import is_distributed, named_values
 from jdist._src.values.device_put import check_same_devices, check_wrapper
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
+from jdist._src.values.replica_rows import EXTREMES, Shape, Shapes, join_rows, reduce_rows
 from jdist._src.values.row_slices import RowSlices, is_row_slices
 
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, **EXTREMES}

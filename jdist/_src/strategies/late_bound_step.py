@@ -16,7 +16,7 @@ from jdist._src.execution.build_programs import StepOptions
 from jdist._src.execution.program import Program
 from jdist._src.execution.traced import Proof
 from jdist._src.replica.context import current_context
-from jdist._src.values.arrays import is_device_array
+from jdist._src.values.array_checks import is_device_array
 
 StateT = TypeVar("StateT")
 InputsT = ParamSpec("InputsT")

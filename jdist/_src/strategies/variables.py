@@ -9,7 +9,7 @@ from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext, current_context, in_replica_function
 from jdist._src.strategies.current import get_strategy
 from jdist._src.values.aggregation import VariableAggregation, VariableSynchronization, check_mean
-from jdist._src.values.arrays import fully_replicated
+from jdist._src.values.array_copies import fully_replicated
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_devices_attached, put_on_every_replica
 from jdist._src.values.mirrored import Mirrored

@@ -24,7 +24,8 @@ from jdist._src.training.history import FACTS, History, format_value, row_name
 from jdist._src.training.report.charts import printable
 from jdist._src.training.report.page import write_report
 from jdist._src.training.state import TrainState
-from jdist._src.values.arrays import copy_arrays, is_device_array
+from jdist._src.values.array_checks import is_device_array
+from jdist._src.values.array_copies import copy_arrays
 
 _DONATED = "donated to a later step"
 _LOST = "lost: an error ended the step that it was donated to"

@@ -227,7 +227,7 @@ def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *
         ) from error
 
 
-class _TracedUpdate(NamedTuple):
+class _UpdateJaxpr(NamedTuple):
     """The update function of an optimizer, traced for one replica.
 
     Attributes:
@@ -252,12 +252,12 @@ class _TracedUpdate(NamedTuple):
         return [id(variable) in read for variable in jaxpr.invars[: self.num_grads]]
 
 
-def _trace_update(update: Callable[..., Any], grads: PyTree, opt_state: PyTree, params: PyTree) -> _TracedUpdate:
+def _trace_update(update: Callable[..., Any], grads: PyTree, opt_state: PyTree, params: PyTree) -> _UpdateJaxpr:
     """Traces the update function of an optimizer in a replica function."""
     with leaf_annotations.collect_sync_targets():  # discards the annotations of this trace
         program, shapes = jax.make_jaxpr(update, return_shape=True)(grads, opt_state, params)
     axes = frozenset(require_replica_context("sync", "strategy.step").axes)
-    return _TracedUpdate(
+    return _UpdateJaxpr(
         program,
         jax.tree.structure(shapes),
         len(jax.tree.leaves(grads)),
@@ -267,7 +267,7 @@ def _trace_update(update: Callable[..., Any], grads: PyTree, opt_state: PyTree, 
 
 
 def _guarded_update(
-    update: _TracedUpdate, is_taken: jax.Array, grads: PyTree, opt_state: PyTree, params: PyTree
+    update: _UpdateJaxpr, is_taken: jax.Array, grads: PyTree, opt_state: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state of an optimizer; if not `is_taken`, meaningless updates and `opt_state`."""
     jaxpr, old_leaves = update.program.jaxpr, jax.tree.leaves(opt_state)
@@ -313,7 +313,7 @@ class _GuardedUpdate(Evaluator):
         return results
 
 
-def _gradient_factors(update: _TracedUpdate, opt_state: PyTree) -> list[jax.Array]:
+def _gradient_factors(update: _UpdateJaxpr, opt_state: PyTree) -> list[jax.Array]:
     """Returns the numbers `[]` that an optimizer multiplies by and that depend only on numbers `[]` of its state.
 
     The learning rate is one of them: a number of the state, or the result of a schedule. The numbers are computed here in

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdist._src.training.history import History
 from jdist._src.training.step_inputs import DrawnBatch
-from jdist._src.values.arrays import read_replicated
+from jdist._src.values.array_copies import read_replicated
 
 
 class NonFiniteStep(NamedTuple):

@@ -23,7 +23,7 @@ from jdist._src.training.events import Callback
 from jdist._src.training.fit import Fit
 from jdist._src.training.state import step_of
 from jdist._src.training.state_copies import with_summands
-from jdist._src.values.arrays import check_not_deleted, is_device_array, is_on_mesh
+from jdist._src.values.array_checks import check_not_deleted, is_device_array, is_on_mesh
 from jdist._src.values.sync_on_read import SyncOnRead
 
 _log = logging.getLogger("jdist")

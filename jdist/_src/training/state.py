@@ -12,7 +12,7 @@ from jdist._src.core.tree import PyTree, describe_tree, describe_type, named_lea
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.strategies.variables import read_values
 from jdist._src.sync.accumulation import EveryState, SkipState
-from jdist._src.values.arrays import check_array, check_not_deleted
+from jdist._src.values.array_checks import check_array, check_not_deleted
 from jdist._src.values.base import is_distributed
 
 Schedule: TypeAlias = Callable[[Any], Any]

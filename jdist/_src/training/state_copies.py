@@ -18,7 +18,8 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.state import params_of
 from jdist._src.values.aggregation import VariableAggregation
-from jdist._src.values.arrays import copy_tree, device_put_copy, is_device_array
+from jdist._src.values.array_checks import is_device_array
+from jdist._src.values.array_copies import copy_tree, device_put_copy
 from jdist._src.values.base import is_distributed
 from jdist._src.values.remote_array import materialize
 from jdist._src.values.sync_on_read import SyncOnRead

@@ -10,8 +10,9 @@ import numpy as np
 from jdist._src.core.arguments import enum_member
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.mesh import replicated_sharding
-from jdist._src.values.arrays import check_range, first_row, is_on_mesh, mesh_of, reduce_rows
+from jdist._src.values.array_checks import check_range, is_on_mesh, mesh_of
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
+from jdist._src.values.replica_rows import first_row, reduce_rows
 
 SynchronizationName: TypeAlias = Literal["auto", "none", "on_write", "on_read", "AUTO", "NONE", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal[

@@ -29,7 +29,7 @@ from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.devices.mesh import spans_devices
-from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of
+from jdist._src.values.array_checks import check_array, is_on_mesh, mesh_of
 from jdist._src.values.remote_array import materialize
 
 

@@ -15,19 +15,13 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.values.aggregation import VariableAggregation, check_mean
-from jdist._src.values.arrays import (
-    Shape,
-    Shapes,
-    check_not_deleted,
-    check_value,
-    device_put_copy,
-    is_on_mesh,
-    repeat_rows,
-)
+from jdist._src.values.array_checks import check_not_deleted, check_value, is_on_mesh
+from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.base import DistributedValues, is_distributed, named_values
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.process_checks import check_same_on_processes, exchange_rows, put_local_rows
+from jdist._src.values.replica_rows import Shape, Shapes, repeat_rows
 from jdist._src.values.row_slices import is_row_slices
 from jdist._src.values.sync_on_read import SyncOnRead
 

@@ -9,15 +9,10 @@ import jax.numpy as jnp
 
 from jdist._src.core.tree import PyTree
 from jdist._src.values.aggregation import AggregationName, VariableAggregation, aggregate_rows
-from jdist._src.values.arrays import (
-    device_put_copy,
-    fully_replicated,
-    is_device_array,
-    is_on_mesh,
-    local_shards,
-    repeat_rows,
-)
+from jdist._src.values.array_checks import is_device_array, is_on_mesh
+from jdist._src.values.array_copies import device_put_copy, fully_replicated
 from jdist._src.values.base import DistributedValues, cast_without_loss
+from jdist._src.values.replica_rows import local_shards, repeat_rows
 
 
 @final

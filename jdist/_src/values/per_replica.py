@@ -11,16 +11,10 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, one_line
 from jdist._src.devices.mesh import replicated_sharding, spans_devices
-from jdist._src.values.arrays import (
-    Shapes,
-    device_put_copy,
-    is_device_array,
-    is_on_mesh,
-    local_rows,
-    mesh_of,
-    repeat_rows,
-)
+from jdist._src.values.array_checks import is_device_array, is_on_mesh, mesh_of
+from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.base import DistributedValues, cast_without_loss
+from jdist._src.values.replica_rows import Shapes, local_rows, repeat_rows
 from jdist._src.values.unread_rows import UnreadRows
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist._src.core import activity
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.arrays import device_put_copy
+from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.process_calls import exchange_call, launches_on, processes_of
 
 _ERROR_CHARACTERS = 1000

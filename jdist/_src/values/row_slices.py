@@ -9,7 +9,7 @@ import numpy as np
 from jax import core
 
 from jdist._src.core.tree import dtype_and_shape
-from jdist._src.values.arrays import check_value
+from jdist._src.values.array_checks import check_value
 
 
 @final

@@ -10,8 +10,10 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.mesh import spans_devices
-from jdist._src.values.arrays import device_put_copy, is_on_mesh, local_shards
+from jdist._src.values.array_checks import is_on_mesh
+from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.base import DistributedValues, cast_without_loss
+from jdist._src.values.replica_rows import local_shards
 
 
 @final

@@ -42,8 +42,8 @@ from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
 from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.devices.mesh import HOST_MEMORY
-from jdist._src.values.arrays import Shape
 from jdist._src.values.base import is_distributed
+from jdist._src.values.replica_rows import Shape
 
 Shard: TypeAlias = Literal["optimizer", "gradients", "all"]
 _OPTIMIZER_KEYS = frozenset(("opt_state", "optimizer", "optimizer_state"))

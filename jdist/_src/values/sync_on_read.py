@@ -10,10 +10,12 @@ import numpy as np
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import replicated_sharding
 from jdist._src.values.aggregation import AggregationName, VariableAggregation, aggregate_rows
-from jdist._src.values.arrays import device_put_copy, mesh_of, repeat_rows, split_into_shares
+from jdist._src.values.array_checks import mesh_of
+from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.base import DistributedValues, cast_without_loss, is_distributed
 from jdist._src.values.per_replica import PerReplica, assigned_rows, map_rows
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
+from jdist._src.values.replica_rows import repeat_rows, split_into_shares
 
 
 @final

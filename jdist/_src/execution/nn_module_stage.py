@@ -7,7 +7,7 @@ from jdist._src.core.nn_modules import contains_modules, from_array_tree, is_mod
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import hold_back
-from jdist._src.execution.module_changes import check_returned, check_state_returned, variables_before
+from jdist._src.execution.nn_mutation import check_returned, check_state_returned, variables_before
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, LowerFn, ReplicaFn, Results, Traced, TraceFn, UserCall
