@@ -29,7 +29,7 @@ from jdist._src.checkpoint.manifest import StoredArray, signed, stored_arrays
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.tree_format import Leaf, from_json, leaves_of, pair_renamed
 from jdist._src.core.nn_modules import from_array_tree, to_array_tree
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import Replicas
 from jdist._src.strategies.base import Strategy
@@ -210,7 +210,7 @@ def _shapes_of_like(tree: PyTree, num_replicas: int) -> PyTree:
         rows = (num_replicas,) if is_distributed(node) and node._is_stacked else ()
 
         def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-            if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            if not has_dtype(x):
                 check_array("like", x)
                 x = np.asarray(x)
             is_on_host = isinstance(x, np.ndarray | np.generic)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jdist._src.core.tree import one_line
+from jdist._src.core.tree import has_dtype, one_line
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -39,7 +39,7 @@ def keyword_arguments(call: str, kwargs: Mapping[str, Any] | None) -> dict[str, 
     """
     if kwargs is None or (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         return dict(kwargs or {})
-    actual = "an array" if hasattr(kwargs, "dtype") else type(kwargs).__name__
+    actual = "an array" if has_dtype(kwargs) else type(kwargs).__name__
     raise TypeError(
         f"`kwargs` must be a mapping from argument names to values, got {actual}. Write "
         f'`{call}(fn, kwargs={{"x": value}})`, or pass positional arguments: `{call}(fn, args=(value,))`.'

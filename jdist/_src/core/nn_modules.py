@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.tree_util import GetAttrKey
 
 PyTree = Any
 
@@ -164,7 +163,7 @@ def update_in_place(old: PyTree, new: PyTree) -> PyTree:
         return treedef.unflatten(updated)
     for ((key,), child), other in zip(children, updated, strict=True):
         if other is not child and jax.tree.leaves(child):
-            setattr(old, str(key.name if isinstance(key, GetAttrKey) else key.idx), other)
+            setattr(old, jax.tree_util.keystr((key,), simple=True), other)
     return old
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.nn_modules import leaves_with_path
@@ -13,9 +14,29 @@ from jdist._src.core.nn_modules import leaves_with_path
 PyTree = Any
 
 
+def has_dtype(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array of any library, a traced value, or the shape of an array."""
+    return hasattr(leaf, "dtype") and not isinstance(leaf, type)
+
+
+def is_float(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array of real floating-point numbers."""
+    return has_dtype(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def supports_array(value: Any) -> bool:
+    """Returns whether `value` is an array of a library, which `np.asarray` converts by `__array__`."""
+    return hasattr(value, "__array__")
+
+
+def is_named_tuple(node: Any) -> bool:
+    """Returns whether `node` is a named tuple."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
 def dtype_and_shape(leaf: Any) -> str:
     """Returns `float32[8,3]` for an array, the repr of a Python number, and the class name of any other object."""
-    if not hasattr(leaf, "dtype"):
+    if not has_dtype(leaf):
         return repr(leaf) if isinstance(leaf, (bool, int, float, complex)) else type(leaf).__name__
     return f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]"
 
@@ -58,7 +79,7 @@ def one_line(value: Any, max_length: int = 80) -> str:
         >>> one_line("adam"), one_line(np.zeros((1000, 3), np.float32)), one_line({"w": np.ones(99)})
         ("'adam'", 'float32[1000,3]', '{w: float64[99]}')
     """
-    if hasattr(value, "dtype") and not isinstance(value, type):
+    if has_dtype(value):
         return dtype_and_shape(value)
     try:
         text = repr(value)
@@ -66,7 +87,7 @@ def one_line(value: Any, max_length: int = 80) -> str:
         text = f"<{type(value).__name__}>"
     if len(text) <= max_length and "\n" not in text:
         return text
-    if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+    if any(map(has_dtype, jax.tree.leaves(value))):
         return describe_tree(value, max_length)
     return short_line(text, max_length)
 

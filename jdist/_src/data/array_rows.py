@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype, named_leaves, one_line, short_line, supports_array
 from jdist._src.data.buckets import Buckets
 from jdist._src.values.array_checks import check_range
 
@@ -38,7 +38,7 @@ def as_rows(tree: PyTree, where: str = "", advice: str = "") -> PyTree:
         )
     arrays = [as_numeric_array(name, leaf, where) for name, leaf in leaves]
     for (name, leaf), array in zip(leaves, arrays, strict=True):
-        if array.ndim == 0 or not hasattr(leaf, "__array__"):
+        if array.ndim == 0 or not supports_array(leaf):
             in_list = isinstance(leaf, (bool, int, float, complex)) and name[-2:-1].isdigit()
             list_advice = f"{_LIST}, `jdist.data.pad_rows(x)` for rows of different lengths"
             raise ValueError(
@@ -140,7 +140,7 @@ def _copy(name: str, leaf: Any, where: str) -> np.ndarray:
 def _stack_column(name: str, column: Sequence[Any], where: str) -> np.ndarray:
     first = column[0]
     as_numeric_array(name, first, where)
-    dtypes = {leaf.dtype for leaf in column if hasattr(leaf, "dtype")}
+    dtypes = {leaf.dtype for leaf in column if has_dtype(leaf)}
     for number, leaf in enumerate(column):
         if np.shape(leaf) != np.shape(first):
             raise ValueError(

@@ -141,7 +141,7 @@ class Buckets:
 
 def _keys(path: Sequence[Any]) -> list[Any]:
     """Returns the keys, fields and indices in the path of a leaf."""
-    return [next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)) for key in path]
+    return [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
 
 
 def is_numbers(value: Any) -> bool:

@@ -11,7 +11,7 @@ from jdist._src.data.array_rows import ExampleStack, as_rows, check_same_rows, c
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.shards import ShardRows
 from jdist._src.data.source_check import NUM_COMPARED, Digest, digest_of, digest_of_rows
-from jdist._src.data.source_state import get_state, set_state
+from jdist._src.data.source_state import close_iterator, get_state, set_state
 from jdist._src.data.sources import Examples, Indexed, Stream, is_list_of_examples, is_tree, lists_as_columns
 
 
@@ -113,8 +113,7 @@ class StreamReader:
 
     def close(self) -> None:
         """Closes the iterator of the source if it can be closed."""
-        if hasattr(self._elements, "close"):
-            self._elements.close()  # pyright: ignore[reportAttributeAccessIssue]
+        close_iterator(self._elements)
 
     def _next_elements(self, count: int) -> Iterator[PyTree]:
         """Yields up to `count` elements. `next` is not called again after the end: some iterators would restart."""

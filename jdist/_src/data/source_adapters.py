@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, one_line, short_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, one_line, short_line, supports_array
 from jdist._src.data.array_rows import STACK_EXAMPLES
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
@@ -55,7 +55,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
     if not batches and is_list_of_examples(source, buckets):
         return Examples(source, buckets)
     source = source if batches else lists_as_columns(source)
-    if is_tree(source) or hasattr(source, "__array__"):
+    if is_tree(source) or supports_array(source):
         _check_arrays(source, batches)
         return Columns(Table(source), buckets) if buckets is not None and is_ragged(source) else Arrays(source)
     if isinstance(source, (str, bytes)):
@@ -148,7 +148,7 @@ def _is_list_of_batches(source: Any) -> bool:
     if not isinstance(source, list) or not source:
         return False
     leaves = jax.tree.leaves(source, is_leaf=is_distributed)
-    are_arrays = all(hasattr(leaf, "__array__") and not is_distributed(leaf) for leaf in leaves)
+    are_arrays = all(supports_array(leaf) and not is_distributed(leaf) for leaf in leaves)
     return are_arrays and all(is_tree(batch) and jax.tree.leaves(batch) for batch in source)
 
 
@@ -171,7 +171,7 @@ def _check_arrays(source: PyTree, batches: bool) -> None:
     if not isinstance(source, list) or len(source) < 2:
         return
     specs = {(jax.tree.structure(part), *map(dtype_and_shape, jax.tree.leaves(part))) for part in source}
-    if len(specs) == 1 and all(hasattr(leaf, "__array__") for leaf in jax.tree.leaves(source)):
+    if len(specs) == 1 and all(map(supports_array, jax.tree.leaves(source))):
         raise ValueError(
             f"The source is a list of {len(source)} elements with equal dtypes and shapes, which is ambiguous. If each element "
             "is a batch, pass `batch_size=None`. If each element is an array of all examples, pass a tuple of the elements. "
@@ -267,7 +267,7 @@ def _as_elements(result: Any) -> Iterable[Any]:
 
 def is_single(result: Any) -> bool:
     """Returns whether `result` is an array, a tree other than a list, or text: one element, not a series of elements."""
-    if isinstance(result, (str, bytes, Mapping)) or hasattr(result, "__array__"):
+    if isinstance(result, (str, bytes, Mapping)) or supports_array(result):
         return True
     return not isinstance(result, list) and is_tree(result)
 

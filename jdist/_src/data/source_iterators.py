@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jdist._src.data.source_state import decode_state, encode_state
+from jdist._src.data.source_state import close_iterator, decode_state, encode_state
 
 _ENDED = "the iterator has ended"
 READ_AGAIN = (
@@ -168,8 +168,7 @@ class _OpenIterator:
     def close(self) -> None:
         """Closes the iterator of the loader if it can be closed."""
         self.is_open = False
-        if hasattr(self.iterator, "close"):
-            self.iterator.close()  # pyright: ignore[reportAttributeAccessIssue]
+        close_iterator(self.iterator)
 
 
 class _LoaderIterator(_OpenIterator):

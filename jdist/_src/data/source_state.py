@@ -49,6 +49,12 @@ def set_state(iterator: Iterator[Any], state: Any) -> None:
     iterator.set_state(value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def close_iterator(iterator: Any) -> None:
+    """Closes an iterator if it can be closed."""
+    if hasattr(iterator, "close"):
+        iterator.close()
+
+
 def encode_state(name: str, value: Any) -> Any:
     """Returns `value` as JSON-able data: `[kind, content]` for everything that JSON does not store exactly.
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.core.tree import PyTree, has_dtype, named_leaves, supports_array
 from jdist._src.data.array_rows import ExampleStack, as_numeric_array, as_rows, check_ranges
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.shuffle import ExampleOrder
@@ -155,13 +155,13 @@ def _first_value(column: list[Any]) -> Any:
 
 
 def _have_equal_rows(leaves: list[Any]) -> bool:
-    return all(hasattr(x, "__array__") and np.ndim(x) > 0 for x in leaves) and len(set(map(len, leaves))) == 1
+    return all(supports_array(x) and np.ndim(x) > 0 for x in leaves) and len(set(map(len, leaves))) == 1
 
 
 def _column(name: str, values: list[Any], where: str) -> np.ndarray:
     """Returns a list of values as an array, or as an object array if their shapes differ."""
     arrays = [as_numeric_array(name, value, where) for value in values]
-    if not hasattr(_first_value(values), "dtype"):  # Python numbers do not have a width: they get JAX's default one
+    if not has_dtype(_first_value(values)):  # Python numbers do not have a width: they get JAX's default one
         arrays = [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) if x.dtype.kind in "fc" else x for x in arrays]
     if len({array.shape for array in arrays}) < 2:
         return np.stack(arrays)

@@ -78,7 +78,7 @@ def changed_attribute(name: str, old: PyTree, new: PyTree) -> str | None:
         jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x, node=node: x is not node) for node in (old, new)
     )
     if is_nnx_module(old):
-        arrays = {str(getattr(path[0], "name", None) or path[0].idx) for path, _ in [*children, *new_children]}
+        arrays = {jax.tree_util.keystr(path[:1], simple=True) for path, _ in [*children, *new_children]}
         for key in sorted(vars(old).keys() | vars(new).keys()):
             before, after = vars(old).get(key), vars(new).get(key)
             if key not in arrays and not key.startswith("_") and before is not after and before != after:

@@ -17,7 +17,7 @@ from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.byte_dtypes import to_bytes
 from jdist._src.core.nn_modules import array_children, is_nnx_module, is_variable
 from jdist._src.core.optional_import import optional_import
-from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, one_line
+from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, has_dtype, one_line
 from jdist._src.core.version import __version__
 from jdist._src.export import weights
 from jdist._src.jaxpr.interpreter import all_equations
@@ -151,7 +151,7 @@ def _shapes(name: str, tree: PyTree) -> PyTree:
             check_array(leaf_name, leaf)
 
     def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = weights.jax_dtype(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
+        dtype = weights.jax_dtype(leaf if has_dtype(leaf) else np.asarray(leaf))
         shape = jax.ShapeDtypeStruct(np.shape(leaf), dtype)
         return _with_batch_size(shape, max(shape.shape[0], 1)) if shape.shape else shape  # an empty batch is allowed
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.atomic_files import Path, check_path
-from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype, one_line
 from jdist._src.export import weights
 from jdist._src.export.export import FORMAT, FUNCTION, MANIFEST, WEIGHTS, is_export, require_flatbuffers
 from jdist._src.values.array_checks import check_range, host_leaves, is_jit_argument
@@ -193,7 +193,7 @@ def _check_leaf(name: str, leaf: Any, exported: Any) -> Any:
     is_weak = isinstance(leaf, (bool, int, float, complex)) or getattr(leaf, "weak_type", False)
     if is_weak and jnp.result_type(leaf, exported.dtype) == exported.dtype:
         leaf = jnp.asarray(leaf, exported.dtype)
-    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    leaf = leaf if has_dtype(leaf) else np.asarray(leaf)
     if getattr(leaf.dtype, "kind", "") in tuple("OUSMm") or weights.jax_dtype(leaf) != exported.dtype:
         raise TypeError(
             f"{name} is {dtype_and_shape(leaf)}, and was exported as {dtype_and_shape(exported)}. Cast it to {exported.dtype}."

@@ -34,7 +34,7 @@ from jdist._src.core.byte_dtypes import byte_dtype, to_bytes
 from jdist._src.core.nn_modules import from_array_tree, leaves_with_path, to_array_tree
 from jdist._src.core.optional_import import optional_import
 from jdist._src.core.paths import as_path
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.core.version import __version__
 from jdist._src.export.tensor_files import BYTE_DTYPES, DTYPES, INDEX_SUFFIX, KEYS, StoredTensor, read_tensors
 from jdist._src.replica.context import require_cross_replica_context
@@ -236,7 +236,7 @@ def check_saved_leaves(tree: PyTree, has_jax_dtypes: bool = False) -> None:
             raise ValueError(
                 f"{name} ({dtype_and_shape(leaf)}) was donated to a step. Pass the state that the step returned."
             )
-        is_stored = has_jax_dtypes or not hasattr(leaf, "dtype") or is_random_key(leaf)
+        is_stored = has_jax_dtypes or not has_dtype(leaf) or is_random_key(leaf)
         if not is_stored and np.dtype(leaf.dtype).name not in _DTYPE_NAMES and byte_dtype(leaf.dtype) is None:
             raise TypeError(
                 f"{name} is {dtype_and_shape(leaf)}, and safetensors files do not have this dtype. Cast it to one of "
@@ -459,7 +459,7 @@ def _in_order_of_like(path: Path, values: Mapping[str, Any], like: PyTree) -> di
 
 def _shapes_when_read(node: Any) -> PyTree:
     def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else _leaf_to_host(leaf).dtype
+        dtype = leaf.dtype if has_dtype(leaf) else _leaf_to_host(leaf).dtype
         return jax.ShapeDtypeStruct(np.shape(leaf)[isinstance(node, SyncOnRead) :], dtype)
 
     return jax.tree.map(shape_of, node.tree if is_distributed(node) else node)

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.core.tree import dtype_and_shape
+from jdist._src.core.tree import dtype_and_shape, has_dtype
 from jdist._src.jaxpr.interpreter import all_equations
 from jdist._src.jaxpr.marks import CONSTANT_MARK, mark_of
 from jdist._src.jaxpr.primitives import CALLS
@@ -78,7 +78,7 @@ def _lines(program: Jaxpr) -> Iterator[Line]:
     numbers = {var: number for number, var in enumerate([*program.constvars, *program.invars])}
 
     def described(atom: Any) -> str:
-        aval = f"{atom.aval.dtype}{list(atom.aval.shape)}" if hasattr(atom.aval, "dtype") else type(atom.aval).__name__
+        aval = f"{atom.aval.dtype}{list(atom.aval.shape)}" if has_dtype(atom.aval) else type(atom.aval).__name__
         if isinstance(atom, Literal):
             return f"{_plain(atom.val)}:{aval}"
         return f"{numbers.setdefault(atom, len(numbers))}:{aval}"

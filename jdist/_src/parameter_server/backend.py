@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, has_dtype
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.compiled_function import CompiledFunction
@@ -193,7 +193,7 @@ class _ServerSteps(Stage):
 
 
 def _aval_key(leaf: Any) -> tuple[Any, ...]:
-    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else (type(leaf),)
+    return (leaf.shape, leaf.dtype) if has_dtype(leaf) else (type(leaf),)
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, has_dtype
 
 
 def export_part(fn: Callable[..., PyTree], arguments: Sequence[PyTree], platform: str) -> bytes:
@@ -62,7 +62,7 @@ def as_sent(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def to_numbers(x: Any) -> Any:
     """Returns an array as it is sent: a random key as its numbers, any other array unchanged."""
-    return jax.random.key_data(x) if hasattr(x, "dtype") and is_key(x.dtype) else x
+    return jax.random.key_data(x) if has_dtype(x) and is_key(x.dtype) else x
 
 
 def from_numbers(x: Any, dtype: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, supports_array
 from jdist._src.parameter_server.closure_queue import result_of
 
 
@@ -69,7 +69,7 @@ class RemoteValue:
 
 def _to_host(leaf: Any) -> Any:
     """Returns an array in the memory of the host. Random keys, which numpy does not have, and other objects are unchanged."""
-    if isinstance(leaf, (np.ndarray, np.generic)) or not hasattr(leaf, "__array__"):
+    if isinstance(leaf, (np.ndarray, np.generic)) or not supports_array(leaf):
         return leaf
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf

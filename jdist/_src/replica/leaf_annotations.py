@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jdist._src.core import jax_compat
 from jdist._src.core.trace_key import keyed
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype, named_leaves
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
 from jdist._src.values.sync_on_read import SyncOnRead
@@ -72,7 +72,7 @@ def mark_local(policy: str, tree: PyTree, aggregation: VariableAggregation, trai
     if annotations is None:
         return
     for name, leaf in named_leaves("params", tree):
-        if not hasattr(leaf, "dtype"):
+        if not has_dtype(leaf):
             raise TypeError(
                 f"{name} is {dtype_and_shape(leaf)}, not an array. `jdist.{policy}` finds it in the state by its identity, "
                 "which a number does not have: use `jnp.asarray(x)`."

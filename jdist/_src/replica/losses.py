@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jdist._src.collectives.ops import axes_argument, check_no_row_slices, check_unwrapped, normalize_axes
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype, named_leaves, one_line
 from jdist._src.replica.context import require_replica_context
 from jdist._src.values.array_checks import check_array, check_range
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
@@ -36,7 +36,7 @@ class WeightedLosses:
 
 def is_loss(value: Any) -> bool:
     """Returns whether the result of a loss function is one array, or one number."""
-    return hasattr(value, "dtype") or isinstance(value, (int, float))
+    return has_dtype(value) or isinstance(value, (int, float))
 
 
 @overload

@@ -17,7 +17,7 @@ import numpy as np
 
 from jdist._src.core.call_errors import explain_constructor
 from jdist._src.core.trace_key import keyed
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, is_float, named_leaves, one_line
 
 T = TypeVar("T")
 
@@ -187,7 +187,6 @@ def float_dtype(name: str, dtype: Any) -> np.dtype:
 
 def _cast(tree: T, dtype: Any) -> T:
     def cast_leaf(leaf: Any) -> Any:
-        is_float = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jnp.asarray(leaf).astype(dtype) if is_float else leaf
+        return jnp.asarray(leaf).astype(dtype) if is_float(leaf) else leaf
 
     return jax.tree.map(cast_leaf, tree)

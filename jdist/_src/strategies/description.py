@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import leaves_with_path, to_array_tree
 from jdist._src.core.rendering import facts_table, html_of, text_of
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
 from jdist._src.strategies.mesh_drawing import WIDTH, draw_mesh
@@ -199,7 +199,7 @@ def _describe_leaf(
         devices: All devices that the strategy uses, for computation or storage.
     """
     if not is_device_array(value) and not _is_shape(value):
-        is_number = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+        is_number = has_dtype(value) or isinstance(value, (bool, int, float, complex))
         placement = "on the host; not placed" if is_number else "not an array"
         return LeafDescription(path, dtype_and_shape(value), placement, getattr(value, "nbytes", 0))
     if is_device_array(value) and value.is_deleted():

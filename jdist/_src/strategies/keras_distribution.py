@@ -99,7 +99,7 @@ def _reason_for_one_device(strategy: Any) -> str | None:
 def _reason_against_fit(strategy: Any) -> str | None:
     if len({device.process_index for device in strategy.devices}) > 1:
         return "trains a separate model on each process: it does not reduce gradients over processes"
-    if hasattr(strategy, "num_workers"):
+    if strategy._context.is_asynchronous:
         return "does not use the workers and the servers of a `ParameterServerStrategy`"
     return None
 

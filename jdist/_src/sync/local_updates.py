@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, is_float, named_leaves, one_line
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.marks import PSEUDO_GRADIENT_MARK
 from jdist._src.replica.context import current_context
@@ -28,7 +28,6 @@ from jdist._src.sync.policy import (
     check_integer,
     check_number,
     check_transformation,
-    is_float,
     make_policy,
     policy_context,
     require_params,

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, is_float, named_leaves
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.error_feedback import CompressedMean, with_feedback
 from jdist._src.sync.policy import (
     Policy,
     check_integer,
     check_transformation,
-    is_float,
     make_policy,
 )
 from jdist._src.sync.reduction import mean

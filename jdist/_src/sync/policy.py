@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
@@ -113,8 +112,3 @@ def require_params(name: str, params: PyTree) -> PyTree:
             f"`jdist.sync.{name}` needs the parameters in each update: write `tx.update(grads, opt_state, params)`."
         )
     return params
-
-
-def is_float(leaf: Any) -> bool:
-    """Returns whether `leaf` is an array of real floating-point numbers."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jdist._src.collectives import ops
-from jdist._src.core.tree import PyTree, one_line
+from jdist._src.core.tree import PyTree, is_float, one_line
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.precision import float_dtype
 from jdist._src.replica.random import replica_key
@@ -27,7 +27,6 @@ from jdist._src.sync.policy import (
     Policy,
     check_integer,
     check_transformation,
-    is_float,
     make_policy,
     mark_gradients,
     policy_context,

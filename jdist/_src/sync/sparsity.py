@@ -11,10 +11,10 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jdist._src.collectives import ops
-from jdist._src.core.tree import one_line
+from jdist._src.core.tree import is_float, one_line
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.error_feedback import CompressedMean, with_feedback
-from jdist._src.sync.policy import Policy, check_number, check_transformation, is_float
+from jdist._src.sync.policy import Policy, check_number, check_transformation
 from jdist._src.sync.reduction import mean
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jdist._src.core import source_lines
 from jdist._src.core.arguments import function_name
 from jdist._src.core.errors import ReplicatedBatchWarning
-from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, has_dtype, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.batch_check import replicated_batch
@@ -197,8 +197,8 @@ def _warn_of_replicated_batch(replicas: Replicas, batch: PyTree) -> None:
 def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Metric:
     if isinstance(value, Metric):
         return value
-    if not hasattr(value, "dtype") or jnp.ndim(value) == 0 or jnp.shape(value)[0] != num_examples:
-        raise (TypeError if not hasattr(value, "dtype") else ValueError)(
+    if not has_dtype(value) or jnp.ndim(value) == 0 or jnp.shape(value)[0] != num_examples:
+        raise (TypeError if not has_dtype(value) else ValueError)(
             f"`{name}` returned result{jax.tree_util.keystr(path)} as {dtype_and_shape(value)} for {num_examples} examples. "
             f"Return one value per example, [{num_examples}, ...], without `.mean()`, or a metric of `jdist.metrics`."
         )

@@ -17,7 +17,7 @@ import numpy as np
 
 from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.rendering import facts_table, html_of
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, is_named_tuple
 from jdist._src.execution.traced import Proof
 from jdist._src.strategies.description import Description
 from jdist._src.training.history import FACTS, History, format_value, row_name
@@ -150,7 +150,7 @@ def name_of(value: Any) -> str:
         >>> name_of(len), name_of(3)
         ('len', 'int')
     """
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+    if isinstance(value, (tuple, list)) and not is_named_tuple(value):
         return f"({', '.join(map(name_of, value))})"
     return printable(getattr(value, "__name__", None) or type(value).__name__, 60)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype, one_line
 from jdist._src.replica.losses import WeightedLosses, broadcast_weights
 from jdist._src.replica.metrics import Metric
 
@@ -73,7 +73,7 @@ def split_result(result: Any, takes_array_as_aux: bool) -> tuple[Any, Any, PyTre
     losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if isinstance(losses, tuple) and len(losses) == 2:
         return losses[0], losses[1], aux
-    rank = getattr(aux, "ndim", 0) if hasattr(aux, "dtype") else 0
+    rank = getattr(aux, "ndim", 0) if has_dtype(aux) else 0
     is_weights = rank > 0 and (not takes_array_as_aux or rank <= getattr(losses, "ndim", 0))
     return (losses, aux, None) if is_weights else (losses, None, aux)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core.tree import PyTree, describe_tree
+from jdist._src.core.tree import PyTree, describe_tree, is_named_tuple
 
 _MODES = {
     "train": lambda train: train,
@@ -143,7 +143,7 @@ class CallSignature:
         has_names = isinstance(inputs, Mapping) and bool(inputs) and self._input_names.issuperset(inputs)
         if has_names and all(name in inputs for name in self._required):
             return (), inputs
-        is_several = isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields")
+        is_several = isinstance(inputs, (tuple, list)) and not is_named_tuple(inputs)
         if is_several and 2 <= len(self._required) <= len(inputs) <= self._num_positional:
             return tuple(inputs), {}
         return (inputs,), {}

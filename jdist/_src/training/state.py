@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.tree import PyTree, describe_tree, describe_type, named_leaves, one_line
+from jdist._src.core.tree import PyTree, describe_tree, describe_type, has_dtype, is_named_tuple, named_leaves, one_line
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.strategies.variables import read_values
 from jdist._src.sync.accumulation import EveryState, SkipState
@@ -159,7 +159,7 @@ def step_of(state: PyTree) -> Any:
     step = _get(state, "step")
     if type(step) is int:  # on the host, as `flax.training.train_state.TrainState.create` returns it
         return step
-    if not hasattr(step, "dtype") or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
+    if not has_dtype(step) or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
         got = "no `step`" if step is None else f"`step` {one_line(step)}"
         raise TypeError(
             "The training state must contain the number of steps taken, an int32 array [], as the attribute or the key `step`; "
@@ -178,7 +178,7 @@ def with_step(state: Any, step: Any) -> Any:
     """Returns `state` with another number of steps."""
     if isinstance(state, Mapping):
         return {**state, "step": step}
-    return state._replace(step=step) if hasattr(state, "_replace") else dataclasses.replace(state, step=step)
+    return state._replace(step=step) if is_named_tuple(state) else dataclasses.replace(state, step=step)
 
 
 class ModelVariables(NamedTuple):
@@ -286,7 +286,6 @@ def check_optimizer_state(optimizer: Any, opt_state: PyTree, params: PyTree) -> 
 
 def _state_classes(tree: PyTree) -> list[str]:
     """Returns the names of the named tuples in the state of an optimizer, from the outside in."""
-    is_named_tuple = lambda node: isinstance(node, tuple) and hasattr(node, "_fields")
     names = []
     for node in jax.tree.leaves(tree, is_leaf=is_named_tuple):
         if is_named_tuple(node):

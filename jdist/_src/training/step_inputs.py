@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import PyTree, one_line
+from jdist._src.core.tree import PyTree, has_dtype, one_line
 from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, examples_and_stalled_fraction
 from jdist._src.replica.losses import check_weights
@@ -77,7 +77,7 @@ def check_example_weights(name: str, examples: PyTree, where: str) -> None:
         examples: Leaves `[example, ...]`.
         where: Their place in the data.
     """
-    if isinstance(examples, tuple) and len(examples) == 3 and hasattr(examples[2], "dtype"):
+    if isinstance(examples, tuple) and len(examples) == 3 and has_dtype(examples[2]):
         check_weights(f"`{name}`[2], the weights of the examples{where},", examples[2])
 
 

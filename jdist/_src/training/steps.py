@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import GetAttrKey
 
-from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, has_dtype, is_float, named_leaves, one_line
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.finite import NonFinite, select
@@ -174,7 +174,7 @@ class StepFunctions:
         values = {name: metric.compute() for name, metric in totals.items()}
         # 0 would be a good loss: the steps may all have been skipped, or the weights of all examples may be 0.
         is_empty = totals["loss"].weight == 0
-        return jax.tree.map(lambda x: jnp.where(is_empty, jnp.nan, x) if _is_float(x) else x, values)
+        return jax.tree.map(lambda x: jnp.where(is_empty, jnp.nan, x) if is_float(x) else x, values)
 
     def read_metrics(self, strategy: Strategy, metrics: PyTree) -> dict[str, Any]:
         """Returns the values of packed metrics on the host: numbers, or numpy arrays."""
@@ -207,7 +207,7 @@ class StepFunctions:
                 parts=self.micro_batches,
             )
             losses = result.losses.losses if isinstance(result.losses, WeightedLosses) else result.losses
-            if not jnp.issubdtype(losses.dtype, jnp.floating):
+            if not is_float(losses):
                 raise TypeError(
                     f"`loss` returned {dtype_and_shape(losses)}, which is not differentiable: the dtype must be a float."
                 )
@@ -258,7 +258,7 @@ class StepFunctions:
             )
         new_state, outputs = result
         loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not hasattr(loss, "dtype"):
+        if not has_dtype(loss):
             is_number = isinstance(loss, (int, float))
             number = " A Python number is a constant of the compiled step: return the array that the step computes."
             raise TypeError(
@@ -333,7 +333,3 @@ def _num_weighted(weights: Any) -> jax.Array | None:
     if weights is None:
         return None
     return jnp.sum(jnp.any(jnp.reshape(weights, (len(weights), -1)) != 0, axis=1), dtype=jnp.float32)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)

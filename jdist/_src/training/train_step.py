@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist._src.core.nn_modules import is_nnx_module
-from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape
+from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, has_dtype, is_float
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.gradients import Remat, pad_to_parts, value_and_grad
 from jdist._src.replica.losses import is_loss
@@ -155,7 +155,7 @@ def train_step(
 
 def _check_losses(losses: Any, batch: PyTree) -> None:
     """Raises TypeError or ValueError if `losses` are not floats, or are not one or several per example."""
-    if hasattr(losses, "dtype") and not jnp.issubdtype(losses.dtype, jnp.floating):
+    if has_dtype(losses) and not is_float(losses):
         raise TypeError(
             f"`loss_fn` returned {dtype_and_shape(losses)}, which is not differentiable: the dtype must be a float."
         )

@@ -202,7 +202,7 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
                 '`strategy.distribute_dataset(data, batch_size, remainder="pad")`, which pads the batch and returns weights.'
             )
     treedef = jax.tree.structure(batch)
-    arrays = [leaf if hasattr(leaf, "reshape") else np.asarray(leaf) for _, leaf in leaves]
+    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for _, leaf in leaves]
     rows = [x.reshape((replicas.size, x.shape[0] // replicas.size, *x.shape[1:])) for x in arrays]
     placed = map(device_put_copy, rows, shardings(treedef.unflatten(map(PerReplica, rows))))
     return treedef.unflatten(map(PerReplica, placed))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core.tree import dtype_and_shape
+from jdist._src.core.tree import dtype_and_shape, has_dtype
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
 from jdist._src.values.process_calls import (
@@ -52,7 +52,7 @@ def check_same_program(
     facts = {
         "function": [name],
         "arguments": [
-            f"{leaf_name} {dtype_and_shape(np.asarray(leaf) if not hasattr(leaf, 'dtype') else leaf)}"
+            f"{leaf_name} {dtype_and_shape(np.asarray(leaf) if not has_dtype(leaf) else leaf)}"
             for leaf_name, leaf in arguments
         ],
         "values": [[leaf_name, crc_of(leaf)] for leaf_name, leaf in arguments],

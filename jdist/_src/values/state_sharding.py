@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
 from jdist._src.core.nn_modules import leaves_with_path
-from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, is_named_tuple, one_line
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.values.base import is_distributed
 from jdist._src.values.replica_rows import Shape
@@ -395,7 +395,7 @@ def _records(state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
     records: list[tuple[tuple[Any, ...], Any]] = []
 
     def visit(path: tuple[Any, ...], node: Any) -> None:
-        is_next = lambda child: child is not node and (hasattr(child, "_fields") or dataclasses.is_dataclass(child))
+        is_next = lambda child: child is not node and (is_named_tuple(child) or dataclasses.is_dataclass(child))
         for child_path, child in leaves_with_path(node, is_leaf=is_next):
             if is_next(child) and not is_distributed(child) and not _is_optimizer_state(child):
                 records.append(((*path, *child_path), child))
