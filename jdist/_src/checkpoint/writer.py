@@ -131,7 +131,8 @@ class Writer:
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             # In the background, a folder that cannot be created would leave threads behind that wait for it for 20 minutes, and
-            # a thread for its metadata could not start while the interpreter of Python 3.12.0 or 3.12.1 exits.
+            # a thread for its metadata could not start while the interpreter of Python 3.12.0 or 3.12.1 exits:
+            # https://github.com/python/cpython/issues/113964
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier, create_directories_asynchronously=False),
         )
         manager = ocp.CheckpointManager(self.folder, options=options)

@@ -37,7 +37,7 @@ def get_attribute(deadline: float, server: str, path: str) -> MetadataResponse:
         except BaseException as error:  # raised where the response is awaited
             response.set_exception(error)
 
-    # Not an executor: Python joins its threads at exit.
+    # Not an executor: Python joins its threads at exit (https://github.com/python/cpython/issues/80961).
     threading.Thread(target=send, daemon=True).start()
     return response.result(timeout=max(deadline - time.monotonic(), 0))
 

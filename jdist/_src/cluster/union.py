@@ -35,7 +35,8 @@ class UnionResolver(SimpleClusterResolver):
 
     def __init__(self, *resolvers: ClusterResolver, task_type: str | None = None, task_id: int | None = None):
         for position, resolver in enumerate(resolvers):
-            # `SimpleClusterResolver` first: in Python 3.11 the check of a protocol reads `task_type`, which may be unknown.
+            # `SimpleClusterResolver` first: in Python 3.11 the check of a protocol reads `task_type`, which may be unknown
+            # (https://github.com/python/cpython/issues/102433).
             if not isinstance(resolver, (SimpleClusterResolver, ClusterResolver)):
                 raise TypeError(
                     f"Argument {position} of `UnionResolver` must be a `ClusterResolver`, got {one_line(resolver)}."

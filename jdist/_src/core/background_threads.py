@@ -14,7 +14,8 @@ from typing import Any
 from jdist._src.core import activity
 
 STOP_SECONDS = 5  # limit for waiting for threads that have been requested to end
-# At exit, Python waits for the threads of all pools, also for daemons, and has no public function to change that.
+# At exit, Python waits for the threads of all pools, also for daemons, and has no public function to change that
+# (https://github.com/python/cpython/issues/80961).
 _pool_threads: Any = concurrent_futures_thread._threads_queues
 # Of the threads that have not ended: one whose function has returned may still free its arrays, which is a call of JAX. It then
 # keeps no function, which may reference the thread.

@@ -99,7 +99,8 @@ def _end_with(status: int) -> None:
 @functools.cache
 def _install_exit_function() -> None:
     # A function of `atexit` would run too late: when `concurrent.futures` has stopped its thread pools. Python has no public
-    # function for it; those of this one run in reverse order, so `concurrent.futures` has to be imported before.
+    # function for it (https://github.com/python/cpython/issues/86128); those of this one run in reverse order, so
+    # `concurrent.futures` has to be imported before.
     _ = concurrent_futures_thread
     threading._register_atexit(_finish_all)  # pyright: ignore[reportAttributeAccessIssue]
 

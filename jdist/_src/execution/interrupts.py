@@ -90,11 +90,13 @@ def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if raised:  # JAX reports an interrupt in the comparison of keys of a cache as a ValueError
+        # JAX reports an interrupt in Python code that its caches call as a ValueError: https://github.com/jax-ml/jax/issues/9082
+        if raised:
             raise KeyboardInterrupt from error
         raise
     else:
-        if raised:  # Python has ignored it, in a callback of the garbage collector
+        # Python has ignored it, in a callback of the garbage collector: https://github.com/jax-ml/jax/issues/18246
+        if raised:
             hold_back()
     finally:
         _signal.signal(signal.SIGINT, signal.default_int_handler)

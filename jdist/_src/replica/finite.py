@@ -44,5 +44,5 @@ def select(condition: jax.Array, tree: PyTree, other: PyTree) -> PyTree:
 def _is_finite(leaf: jax.Array) -> jax.Array:
     if leaf.size < _LARGE:
         return jnp.isfinite(leaf).all()
-    # 0, or NaN if a number is not finite. A maximum drops NaN in XLA's CPU programs.
+    # 0, or NaN if a number is not finite. A maximum drops NaN in XLA's CPU programs: https://github.com/openxla/xla/issues/21461
     return jnp.isfinite(jnp.sum(leaf * 0))

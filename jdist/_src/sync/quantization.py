@@ -184,7 +184,8 @@ def _split_into_blocks(flat: jax.Array, replicas: int, size: int) -> jax.Array:
 
 def _quantize(x: jax.Array, key: jax.Array | None) -> _QuantizedBlocks:
     """Quantizes float32 `[..., block, number]`; rounds at random with `key`, else to the nearest integer."""
-    # XLA's CPU programs drop NaN in a maximum. The sum is 0, or NaN in a block with a number that is not finite.
+    # XLA's CPU programs drop NaN in a maximum (https://github.com/openxla/xla/issues/21461). The sum is 0, or NaN in a block
+    # with a number that is not finite.
     scale = jnp.max(jnp.abs(x), axis=-1) / 127 + jnp.sum(x * 0, axis=-1)
     scaled = x / jnp.where(scale == 0, 1, scale)[..., None]
     # Each replica draws its own noise: with the same noise, the rounding errors would not average out.

@@ -36,7 +36,9 @@ def device_put_copy(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def to_numpy(x: jax.Array) -> np.ndarray:
-    """Returns the value of an array on the host. After `np.asarray(x)`, the array would hold this copy for its lifetime.
+    """Returns the value of an array on the host.
+
+    After `np.asarray(x)`, the array would hold this copy for its lifetime: https://github.com/jax-ml/jax/issues/26216
 
     Example:
         >>> x = jdist.ShardedStrategy().put(np.arange(8))

@@ -106,7 +106,10 @@ def _reduce(
 
 
 def _extreme(extreme: Callable[..., jax.Array], x: jax.Array, axis: Shape) -> jax.Array:
-    """Returns the maximum or minimum, NaN where an element is NaN: XLA's CPU programs drop NaN, also in one array."""
+    """Returns the maximum or minimum, NaN where an element is NaN.
+
+    XLA's CPU programs drop NaN, also in one array: https://github.com/openxla/xla/issues/21461
+    """
     result = extreme(x, axis=axis)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return result
