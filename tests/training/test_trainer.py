@@ -419,16 +419,16 @@ GUESSES = {
     "x_and_y": (lambda t, x, y: t.fit(x, y, batch_size=240), "Write `trainer.fit((x, y), batch_size=...)`"),
     "keywords": (
         lambda t, x, y: t.fit(x=x, y=y),
-        "no argument `x`: .* one tuple, `trainer.fit((x, y), batch_size=...)`",
+        "no argument `x`. .* one tuple, `trainer.fit((x, y), batch_size=...)`",
     ),
-    "verbose": (lambda t, x, y: t.fit((x, y), verbose=1), '`verbose`: write `progress="lines"`'),
+    "verbose": (lambda t, x, y: t.fit((x, y), verbose=1), '`verbose`. Write `progress="lines"`'),
     "split": (
         lambda t, x, y: t.fit((x, y), validation_split=0.1),
         "write `validation_data=(x_validation, y_validation)`",
     ),
     "validation": (
         lambda t, x, y: t.fit((x, y), validation_freq=2),
-        "`fit` has no argument `validation_freq`: write `validate_every=`",
+        "`Trainer.fit` has no argument `validation_freq`. Write `validate_every=`",
     ),
     "weights": (lambda t, x, y: t.fit((x, y), sample_weight=y), "with the data, `(x, y, weights)`"),
     "evaluate": (lambda t, x, y: t.evaluate(None, x, y), "Write `trainer.evaluate(state, (x, y), batch_size=...)`"),

@@ -52,10 +52,10 @@ def _explanation(
     parameters = {each: one for each, one in signature.parameters.items() if each != "self"}
     name = name or fn.__qualname__.removesuffix(".__init__")
     by_name = [each for each, one in parameters.items() if one.kind in _BY_NAME]
+    other_names = migration_hints()["arguments"][hints] if hints else {}
     for unknown in kwargs:
         if unknown not in by_name:
             near = difflib.get_close_matches(unknown, by_name, 1)
-            other_names = migration_hints()["arguments"][hints] if hints else {}
             advice = other_names.get(unknown) or (f"Did you mean `{near[0]}`?" if near else "")
             listed = ", ".join(f"`{each}`" for each in by_name)
             return f"`{name}` has no argument `{unknown}`. {advice or f'Its arguments are {listed}.'}"
@@ -65,7 +65,8 @@ def _explanation(
         only = [each for each, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY]
         if not only:
             return None
-        return f"`{name}` takes these arguments by name: {', '.join(f'`{each}=`' for each in only)}."
+        listed = ", ".join(f"`{each}=`" for each in only)
+        return f"`{name}` takes these arguments by name: {listed}. {other_names.get('*', '')}".rstrip()
     shown = [one.replace(annotation=inspect.Parameter.empty) for one in parameters.values()]
     try:
         signature.bind(*args, **kwargs)

@@ -5,56 +5,17 @@ would otherwise end in a wait: a process that takes one more step, or saves a ch
 them.
 """
 
-import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jdist._src.core.tree import one_line
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
 from jdist._src.values.process_calls import digests_of, exchange_call, find_difference, listed, processes_of
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _SCALARS = (bool, int, float, str, type(None))
-# Arguments of `fit` and `evaluate` in Keras, and what to write instead.
-_KERAS_ARGUMENTS = {
-    "x": "pass inputs and targets as one tuple, `trainer.{call}`",
-    "y": "pass inputs and targets as one tuple, `trainer.{call}`",
-    "verbose": 'write `progress="lines"`, or `progress="off"` for `verbose=0`',
-    "validation_split": "split the data, and write `validation_data=(x_validation, y_validation)`",
-    "sample_weight": "pass the weights of the examples with the data, `(x, y, weights)`",
-    "steps_per_epoch": "write `steps=`, the number of steps after which training ends",
-    "validation_freq": "write `validate_every=`, the number of steps between validations",
-    "validation_steps": "pass as many validation examples as are to be evaluated",
-    "initial_epoch": "write `state=` or `resume=`, which continue from a saved state",
-}
-
-
-def explain_keras_arguments(call: str, num_positional: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator of a method that answers arguments of the same method in Keras with the line to write.
-
-    Args:
-        call: A call of the method, for the messages.
-        num_positional: The number of positional arguments, without `self`.
-    """
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if len(args) > 1 + num_positional:
-                raise TypeError(f"`{method.__name__}` takes inputs and targets as one tuple. Write `trainer.{call}`.")
-            for name in kwargs:
-                if name in _KERAS_ARGUMENTS:
-                    hint = _KERAS_ARGUMENTS[name].format(call=call)
-                    raise TypeError(f"`{method.__name__}` has no argument `{name}`: {hint}.")
-            return method(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 def require_arguments(method: str, **arguments: Any) -> None:

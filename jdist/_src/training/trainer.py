@@ -34,7 +34,6 @@ from jdist._src.training.arguments import (
     check_alternatives,
     check_eval_params,
     check_same_arguments,
-    explain_keras_arguments,
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.fit import Fit, html_table, name_of
@@ -269,7 +268,6 @@ class Trainer:
         make = self._cached(key, lambda: functools.partial(init, example))
         return self.strategy.init(make, jax.random.key(self._seed))
 
-    @explain_keras_arguments("fit((x, y), batch_size=...)", num_positional=1)
     @explains_arguments("fit")
     def fit(
         self,
@@ -393,8 +391,7 @@ class Trainer:
                 warnings.warn(no_step_message(steps or 0, loop.step), stacklevel=levels_to_user())
             return loop.run(step_groups(itertools.islice(batches, remaining_steps), steps_per_call))
 
-    @explain_keras_arguments("evaluate(state, (x, y), batch_size=...)", num_positional=2)
-    @explains_arguments()
+    @explains_arguments("evaluate")
     def evaluate(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
         """Returns the loss and the metrics of a model, exact over all examples.
 
