@@ -47,7 +47,7 @@ def test_all_lines_are_written_to_a_slow_reader(buffering, blocks):
         io.TextIOWrapper(file, write_through=True) as stream,
         interrupting_signals(),
     ):
-        lines = Console(stdout=stream).stdout_lines(3)
+        lines = Console(stdout=stream).lines(3)[0]
         lines.feed(LINE + b"\nend\n")
     thread.join()
     os.close(reader)
@@ -75,7 +75,7 @@ def test_output_to_a_full_disk_is_left_out_and_the_missing_bytes_are_counted():
     full, errors = FullDisk(10), FullDisk(10_000)
     streams = [io.TextIOWrapper(file, write_through=True) for file in (full, errors)]
     console = Console(*streams)
-    lines = console.stdout_lines(0)
+    lines = console.lines(0)[0]
     lines.feed(b"1234\n5678\n")  # with the prefix, 18 bytes
     lines.feed(b"abcd\n")
     assert full.data == b"[0] 1234\n["
@@ -93,7 +93,7 @@ def test_output_to_a_full_disk_is_left_out_and_the_missing_bytes_are_counted():
 def test_output_that_is_missing_at_the_end_is_reported():
     errors = FullDisk(10_000)
     console = Console(*(io.TextIOWrapper(file, write_through=True) for file in (FullDisk(0), errors)))
-    console.stdout_lines(0).feed(b"line\n")
+    console.lines(0)[0].feed(b"line\n")
     console.close()
     assert errors.data.endswith(
         b"jdist run: the last 9 bytes of standard output could not be written: No space left on device.\n"

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import pathlib
@@ -284,18 +283,13 @@ class Checkpointer:
         """
         read_limits()  # raises ValueError: a wrong variable is not damage
         self.wait()
-        restore = functools.partial(self._restore, strategy, like=like, only=only, rename=rename)
+        plan = lambda step: self._plan_restore(strategy, like, step, only, rename)
+        restore = lambda step: self._read(self._run_compared("restore", lambda: plan(step)))
         with jax.transfer_guard("allow"):
             restored = restore(step) if step is not None or not self.fallback else self._restore_or_fall_back(restore)
         if step is None:
             storage.warn_of_incomplete(self._folder, restored.step)
         return restored
-
-    def _restore(
-        self, strategy: Strategy, step: int | None, like: PyTree, only: Any, rename: Any
-    ) -> RestoredCheckpoint:
-        plan = self._run_compared("restore", lambda: self._plan_restore(strategy, like, step, only, rename))
-        return self._read(plan)
 
     def _restore_or_fall_back(self, restore: Callable[[int | None], RestoredCheckpoint]) -> RestoredCheckpoint:
         """Restores the newest checkpoint that all processes can read."""

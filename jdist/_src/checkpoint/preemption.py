@@ -1,5 +1,6 @@
 """`PreemptionCheckpointHandler`: a checkpoint when the platform announces that it will end the job."""
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.exit_statuses import PREEMPTED
-from jdist._src.core.tree import PyTree, one_line
+from jdist._src.core.tree import one_line
 from jdist._src.faults.preemption_notice import PreemptionNotice
 
 StateT = TypeVar("StateT")
@@ -119,7 +120,10 @@ class PreemptionCheckpointHandler:
         state, outputs = step(state, *inputs, **named)
         self._total_run_calls += 1
         if self._notice.is_agreed():
-            self._save_and_exit(state)
+            checkpointer, position = self._checkpointer, self._read_position()
+            checkpointer.save(self._total_run_calls, state, position, metrics={}, now=True, wait=True)
+            self._notice.reset()
+            (self._exit_fn or functools.partial(exit_preempted, checkpointer))()
         return state, outputs
 
     def close(self) -> None:
@@ -133,14 +137,6 @@ class PreemptionCheckpointHandler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _save_and_exit(self, state: PyTree) -> None:
-        self._checkpointer.save(self._total_run_calls, state, self._read_position(), metrics={}, now=True, wait=True)
-        self._notice.reset()
-        if self._exit_fn is None:
-            exit_preempted(self._checkpointer)
-        else:
-            self._exit_fn()
 
 
 def exit_preempted(checkpointer: Checkpointer) -> None:

@@ -28,14 +28,10 @@ class BestMetric(NamedTuple):
 
     def is_better(self, metrics: Metrics, other: Metrics) -> bool:
         """Returns whether the metric of a checkpoint is better than the metric of another one. A missing one is worst."""
-        return self._badness(metrics) < self._badness(other)
+        return self.badness(metrics) < self.badness(other)
 
-    def best_step(self, metrics: Mapping[int, Metrics]) -> int | None:
-        """Returns the step with the best metric, the first of equal ones; None if no checkpoint has the metric."""
-        candidates = [step for step in sorted(metrics) if self.name in metrics[step]]
-        return min(candidates, key=lambda step: self._badness(metrics[step]), default=None)
-
-    def _badness(self, metrics: Metrics) -> float:
+    def badness(self, metrics: Metrics) -> float:
+        """Returns a number that is smallest for the best metric, and infinite for a missing one."""
         value = metrics.get(self.name, math.inf if self.mode == "min" else -math.inf)
         return value if self.mode == "min" else -value
 
@@ -72,7 +68,11 @@ class Preservation:
 
     def best_step(self, steps: Sequence[int]) -> int | None:
         """Returns the step with the best metric, the first of equal ones; None if no checkpoint has the metric."""
-        return None if self.best is None else self.best.best_step({step: self.metrics_of(step) for step in steps})
+        best = self.best
+        if best is None:
+            return None
+        candidates = [step for step in sorted(steps) if best.name in self.metrics_of(step)]
+        return min(candidates, key=lambda step: best.badness(self.metrics_of(step)), default=None)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any = None) -> list[bool]:
         """Returns for each of all checkpoints, in any order, whether it is preserved."""

@@ -71,7 +71,8 @@ class SavePlan(NamedTuple):
         trees = {"state": self.state, "extra": self.extra}
         paths = ["/".join((name, *leaf.keys)) for name, leaves in trees.items() for leaf in leaves]
         wrappers = [leaf.wrapper_name for leaf in self.state] + ["host" for _ in self.extra]
-        values = [_total(leaf) if leaf.is_sum else leaf.value for leaf in self.state] + [x.value for x in self.extra]
+        total = lambda leaf: aggregate_rows(VariableAggregation.SUM, f"state/{leaf.path}", leaf.value)
+        values = [total(leaf) if leaf.is_sum else leaf.value for leaf in self.state] + [x.value for x in self.extra]
         bits = [_to_bits(x) for x in values]
         columns = zip(paths, values, wrappers, fingerprints(bits), strict=True)
         arrays = [StoredArray.of(number, *column) for number, column in enumerate(columns)]
@@ -147,10 +148,6 @@ def _check_extra_leaf(leaf: Leaf) -> Any:
         )
     check_array(name, leaf.value)
     return leaf.value if isinstance(leaf.value, jax.Array) else np.array(leaf.value)
-
-
-def _total(leaf: Leaf) -> jax.Array:
-    return aggregate_rows(VariableAggregation.SUM, f"state/{leaf.path}", leaf.value)
 
 
 def _to_bits(x: Any) -> Any:

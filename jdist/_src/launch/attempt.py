@@ -68,8 +68,7 @@ class Attempt:
             index: Its index.
             send_signal: Sends a signal to the process, or with True to its process group.
         """
-        stdout, stderr = self._console.stdout_lines(index), self._console.stderr_lines(index)
-        self.processes.append(RunningProcess(index, stdout, stderr, send_signal))
+        self.processes.append(RunningProcess(index, *self._console.lines(index), send_signal))
 
     def receive(self, process: RunningProcess, report: Report, reason: str = "") -> None:
         """Processes a report of a process.

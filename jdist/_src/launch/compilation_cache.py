@@ -39,7 +39,10 @@ class CompilationCache:
         JAX would warn about such an entry at each start, and would not replace it.
         """
         for path in self._folder.glob("*/*-cache") if self._folder is not None else ():
-            if not _is_complete(path.read_bytes()):
+            data = path.read_bytes()
+            try:
+                _decompress(data)
+            except Exception:  # an error of the decompression; each library has its own
                 path.unlink()
 
 
@@ -58,16 +61,8 @@ def compilation_cache(environ: Mapping[str, str], has_restarts: bool) -> Iterato
         yield CompilationCache(pathlib.Path(folder))
 
 
-def _is_complete(data: bytes) -> bool:
-    """Whether data that JAX has compressed is complete: by zstd where it is available, and otherwise by zlib."""
-    try:
-        _decompress(data)
-    except Exception:  # an error of the decompression; each library has its own
-        return False
-    return True
-
-
 def _decompress(data: bytes) -> bytes:
+    """Returns data that JAX has compressed: by zstd where it is available, and otherwise by zlib."""
     if not data.startswith(_ZSTD_MAGIC):
         return zlib.decompress(data)
     if sys.version_info >= (3, 14):

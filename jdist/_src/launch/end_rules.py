@@ -180,9 +180,10 @@ class EndRules:
         """
         if status and process.status is None and status != PREEMPTED and not self._signals:
             self._exit_deadlines.setdefault(process.index, time.monotonic() + self._times.exit_seconds)
-        if status == 0 or self._failure is not None or self._is_ending or self._is_end_by_signal(status):
-            return
-        self._note_failure(process, status, reason)
+        is_by_signal = -status in self._signals or self._is_killed_by_user()
+        is_by_signal |= status == PREEMPTED and bool(self._signals)
+        if status and self._failure is None and not self._is_ending and not is_by_signal:
+            self._note_failure(process, status, reason)
 
     def _note_failure(self, process: RunningProcess, status: int, reason: str) -> None:
         failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()), reason)
@@ -190,7 +191,8 @@ class EndRules:
         seconds = self._times.seconds_after(status)
         if others:
             self._announce_end(f"{failure.description}. The other processes of this command", len(others), seconds)
-        self._fail(failure, others, seconds)
+        self._failure = failure
+        self._send_sigterm(others, seconds)
 
     def end(self, seconds: float, reason: str) -> None:
         """Ends the processes for a reason outside of them. Their exit statuses are not failures from here on.
@@ -212,7 +214,8 @@ class EndRules:
             self._forward(self._signals[self._num_forwarded])
             self._num_forwarded += 1
         if self._console.is_closed and self._failure is None:  # as a program that SIGPIPE ends
-            self._fail(Failure(-1, -signal.SIGPIPE, ""), self._running(), self._times.grace_seconds)
+            self._failure = Failure(-1, -signal.SIGPIPE, "")
+            self._send_sigterm(self._running(), self._times.grace_seconds)
         self._end_wait_for_ended_process()
         now = time.monotonic()
         if now > self._deadline:
@@ -260,14 +263,6 @@ class EndRules:
 
     def _running(self) -> list[RunningProcess]:
         return [process for process in self._processes if process.status is None]
-
-    def _is_end_by_signal(self, status: int) -> bool:
-        """Whether a process with this exit status has ended because of a signal that was forwarded."""
-        return -status in self._signals or self._is_killed_by_user() or (status == PREEMPTED and bool(self._signals))
-
-    def _fail(self, failure: Failure, others: Sequence[RunningProcess], seconds: float) -> None:
-        self._failure = failure
-        self._send_sigterm(others, seconds)
 
     def _announce_end(self, text: str, count: int, seconds: float) -> None:
         self._console.message(f"{text} ({count}) receive SIGTERM, and SIGKILL after {seconds:g} seconds.")

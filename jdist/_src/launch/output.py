@@ -83,13 +83,9 @@ class Console:
             TextIO, tuple[int, str]
         ] = {}  # the bytes that could not be written to a stream, and the error
 
-    def stdout_lines(self, process: int) -> PrefixedLines:
-        """Returns the lines of the standard output of a process."""
-        return self._lines(process, self._stdout)
-
-    def stderr_lines(self, process: int) -> PrefixedLines:
-        """Returns the lines of the standard error of a process."""
-        return self._lines(process, self._stderr)
+    def lines(self, process: int) -> tuple[PrefixedLines, PrefixedLines]:
+        """Returns the lines of the standard output and of the standard error of a process."""
+        return self._lines(process, self._stdout), self._lines(process, self._stderr)
 
     def message(self, text: str) -> None:
         """Writes a message of the launcher to standard error."""

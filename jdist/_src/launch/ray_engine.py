@@ -1,6 +1,5 @@
 """The attempts on a running Ray cluster: each process is started by a Ray actor in a placement group."""
 
-import contextlib
 import importlib
 import math
 import os
@@ -8,7 +7,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist._src.core.optional_import import optional_import
@@ -45,19 +44,14 @@ def connect_to_ray(environ: Mapping[str, str]) -> Any:
     address = environ.get("RAY_ADDRESS") or "auto"
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # results of an attempt that failed
     try:
-        _check_reachable(address)
+        if match := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray tries for minutes to connect
+            socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no Ray cluster was found at {address!r}. Start one with `ray start --head`, or set RAY_ADDRESS. ({error})"
         ) from error
     return ray
-
-
-def _check_reachable(address: str) -> None:
-    """Raises OSError if nothing listens at an address. Ray tries for minutes to connect."""
-    if match := re.fullmatch(r"([^:/]+):(\d+)", address):
-        socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
 
 
 class RayEngine:
@@ -84,8 +78,12 @@ class RayEngine:
         min_processes: int,
         devices_per_process: int | None,
     ):
-        with _unchanged_handlers():
+        handlers = {number: signal.getsignal(number) for number in FORWARDED}
+        try:
             self._ray = connect_to_ray(environ)
+        finally:
+            for number, handler in handlers.items():  # which Ray replaces
+                signal.signal(number, handler)
         self._command, self._environ, self._settings = command, environ, settings
         self._devices_per_process = devices_per_process
         self._bundle = process_bundle(self._ray.cluster_resources(), environ, min_processes, devices_per_process)
@@ -266,14 +264,3 @@ def variables_on_nodes(
             cores=node.cores,
         )
     return variables
-
-
-@contextlib.contextmanager
-def _unchanged_handlers() -> Iterator[None]:
-    """Restores the handlers of signals at the end of the block, in place of Ray's handlers."""
-    handlers = {number: signal.getsignal(number) for number in FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
