@@ -28,17 +28,14 @@ def require_arguments(method: str, **arguments: Any) -> None:
         )
 
 
-def check_alternatives(model: Any, optimizer: Any, loss: Any, objective: Any, step: Any) -> None:
-    """Raises TypeError if arguments of the trainer exclude each other."""
+def check_alternatives(optimizer: Any, loss: Any, objective: Any, step: Any) -> None:
+    """Raises TypeError if arguments of the trainer exclude each other, or `step` is not a function."""
     if loss is not None and objective is not None:
         raise TypeError("Pass either `loss` or `objective`: an objective computes the losses itself.")
     if step is not None and optimizer is not None:
         raise TypeError("Pass either `optimizer` or `step`: a step updates the parameters itself.")
-    if step is not None:
-        _check_step(step)
-
-
-def _check_step(step: Any) -> None:
+    if step is None:
+        return
     expected = "`step` must be a function `fn(state, batch)` or `fn(state, batch, weights)`"
     if not callable(step):
         raise TypeError(f"{expected}, got {one_line(step)}.")

@@ -84,8 +84,9 @@ class Fit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fit":
         self._check_not_donated("copied")
+        copied = lambda leaf: copy_arrays([leaf])[0] if is_device_array(leaf) else copy.deepcopy(leaf)
         history = copy.deepcopy(self.history, memo)
-        return dataclasses.replace(self, state=jax.tree.map(_copied, self.state), history=history)
+        return dataclasses.replace(self, state=jax.tree.map(copied, self.state), history=history)
 
     def _check_not_donated(self, participle: str) -> None:
         if is_donated(self.state):
@@ -153,10 +154,6 @@ def name_of(value: Any) -> str:
     if isinstance(value, (tuple, list)) and not is_named_tuple(value):
         return f"({', '.join(map(name_of, value))})"
     return printable(getattr(value, "__name__", None) or type(value).__name__, 60)
-
-
-def _copied(leaf: Any) -> Any:
-    return copy_arrays([leaf])[0] if is_device_array(leaf) else copy.deepcopy(leaf)
 
 
 def _on_host(leaf: Any) -> Any:

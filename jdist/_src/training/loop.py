@@ -118,6 +118,7 @@ class Loop:
         self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
         self._processes = processes_of(config.strategy.mesh)
+        self._are_all_processes = len(self._processes) == jax.process_count() > 1
         self._has_failed = self._ends_epoch = self._is_last = self._validates = False
         self._skipped_updates = skipped_updates(start.state)
         self._first_params = param_digest(start.state)
@@ -245,7 +246,10 @@ class Loop:
         elif not self._has_finite_params():
             self._stop_reason += _PARAMS_NOT_FINITE
         self._notify(Moment.END)
-        self._check_same_state()
+        if self._are_all_processes:
+            state = materialize(self._carry.state)
+            facts = {name: [value] for name, value in replicated_fingerprints(state).items()}
+            check_same_facts("the end of `fit`", facts, self._processes)
 
     def _not_applied(self) -> list[str]:
         """Returns a sentence about gradients in an accumulator that were not applied, if there are any."""
@@ -302,22 +306,11 @@ class Loop:
         results = [_checked(callback, callback(event), self._carry.state) for callback in self._config.callbacks]
         for result in filter(None, results):
             if result.state is not None:
-                self._record_replaced(result.state)
+                if self._are_all_processes:  # they compare the values in their next agreement
+                    values = replicated_fingerprints(result.state)
+                    activity.calls.record("a state that a callback returned", hash(tuple(values.values())))
                 self._carry = dataclasses.replace(self._carry, state=result.state)
             self._stop_reason = self._stop_reason or result.stop_reason
-
-    def _record_replaced(self, state: PyTree) -> None:
-        """Records the values of a state that a callback returns, which the processes compare in their next agreement."""
-        if len(self._processes) == jax.process_count() > 1:
-            values = replicated_fingerprints(state)
-            activity.calls.record("a state that a callback returned", hash(tuple(values.values())))
-
-    def _check_same_state(self) -> None:
-        """Raises ValueError, on all processes, if replicated values of the last state differ between them."""
-        if len(self._processes) == jax.process_count() > 1:
-            state = materialize(self._carry.state)
-            facts = {name: [value] for name, value in replicated_fingerprints(state).items()}
-            check_same_facts("the end of `fit`", facts, self._processes)
 
     def _event(self, moment: Moment, validation: Mapping[str, Any]) -> Event:
         return Event(

@@ -39,7 +39,10 @@ def adapt_loss(loss: Any) -> Any:
         return _with_targets_first(_per_example(loss))
     if not callable(loss):
         return loss
-    parameters = _parameters(loss)
+    try:
+        parameters = list(inspect.signature(loss).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        parameters = []
     required = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
@@ -101,15 +104,5 @@ def _per_example(loss: Any) -> Callable[[Any, Any], Any]:
     return losses
 
 
-def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
-
-
 def _with_targets_first(loss: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    def targets_first(outputs: Any, targets: Any) -> Any:
-        return loss(targets, outputs)
-
-    return targets_first
+    return lambda outputs, targets: loss(targets, outputs)

@@ -52,7 +52,8 @@ def update_model_state(
     num_params, first = len(jax.tree.leaves(params)), len(leaves) - len(old_leaves)
     sources = unchanged_outputs(program.jaxpr)[first:]
     is_unchanged = [source == num_params + number for number, source in enumerate(sources)]
-    varies = [not unchanged and _is_inexact(leaf) for unchanged, leaf in zip(is_unchanged, old_leaves, strict=True)]
+    is_inexact = [jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact) for leaf in old_leaves]
+    varies = [inexact and not unchanged for inexact, unchanged in zip(is_inexact, is_unchanged, strict=True)]
     if any(varies):
         # The parameters may differ under a policy. The proof of the step refuses a model state that does.
         kinds = [True] * num_params + [False] * len(old_leaves) + [True] * len(jax.tree.leaves(data))
@@ -99,7 +100,3 @@ def _scaled_by_count(value: jax.Array, count: jax.Array, mean_count: jax.Array) 
     factor = jnp.where(mean_count == 0, 1, count / jnp.where(mean_count == 0, 1, mean_count))
     factor = factor.astype(value.dtype).reshape(factor.shape + (1,) * (value.ndim - factor.ndim))
     return jnp.where(factor == 0, 0, value * factor)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)

@@ -52,7 +52,9 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
         TypeError: `resume` is neither a checkpointer nor a path, or `state` is not a training state.
     """
     if make is None:
-        _check_state(state)
+        step_of(state)
+        for name, leaf in named_leaves("state", state):
+            check_not_deleted(name, leaf)
     if resume is not None:
         with _opened(resume) as checkpointer:
             step = newest_step(checkpointer)
@@ -197,12 +199,6 @@ def check_is_state(state: PyTree) -> None:
             f"`state` must be a training state, got {one_line(state)}. Pass the `state` of an earlier `Fit` or the result of "
             "`trainer.init`; to continue from a checkpoint, write `resume=path`, and to take a number of steps, `steps=`."
         )
-
-
-def _check_state(state: PyTree) -> None:
-    step_of(state)
-    for name, leaf in named_leaves("state", state):
-        check_not_deleted(name, leaf)
 
 
 def _placed(strategy: Strategy, state: PyTree) -> PyTree:

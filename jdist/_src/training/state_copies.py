@@ -119,7 +119,7 @@ def with_summands(state: PyTree, saved: Mapping[str, Any] | Sequence[PyTree], st
     values = iter(_in_order(saved, _sum_leaves(state)))
 
     def restored(node: Any) -> Any:
-        if not _is_sum(node):
+        if not isinstance(node, SyncOnRead) or node.aggregation is not VariableAggregation.SUM:
             return node
         return strategy.put(node._with_tree(jax.tree.map(lambda _: next(values), node.tree)))
 
@@ -154,10 +154,6 @@ def _in_order(saved: Mapping[str, Any] | Sequence[Any], wanted: Sequence[Leaf]) 
 
 def _sum_leaves(state: PyTree) -> list[Leaf]:
     return [leaf for leaf in leaves_of(state) if leaf.is_sum]
-
-
-def _is_sum(node: Any) -> bool:
-    return isinstance(node, SyncOnRead) and node.aggregation is VariableAggregation.SUM
 
 
 def _is_key(leaf: Any) -> bool:

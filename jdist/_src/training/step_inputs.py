@@ -1,5 +1,6 @@
 """The data of `fit`, `evaluate` and `predict` as batches on the devices, and the validation sets."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -171,7 +172,8 @@ def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[
     The next batch is drawn before a group is yielded, because only then is it known whether the group ends an epoch.
     """
     group: list[DrawnBatch] = []
-    for batch, next_batch in _with_next(batches):
+    for batch, next_batch in itertools.pairwise(itertools.chain(batches, (None,))):
+        assert batch is not None
         is_last = next_batch is None
         ends_epoch = is_last or next_batch.epoch != batch.epoch
         group.append(batch._replace(ends_epoch=True, is_last=is_last) if ends_epoch else batch)
@@ -181,15 +183,6 @@ def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[
         elif ends_epoch or len(group) == steps_per_call:
             yield from ([remaining] for remaining in group)
             group = []
-
-
-def _with_next(batches: Iterable[DrawnBatch]) -> Iterator[tuple[DrawnBatch, DrawnBatch | None]]:
-    iterator = iter(batches)
-    batch = next(iterator, None)
-    while batch is not None:
-        next_batch = next(iterator, None)
-        yield batch, next_batch
-        batch = next_batch
 
 
 def validation_sets(

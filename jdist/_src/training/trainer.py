@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, get_args, overload
 
 import jax
@@ -202,7 +202,7 @@ class Trainer:
             )
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
         self._seed = as_int("`seed`", seed, 0)
-        check_alternatives(model, optimizer, loss, objective, step)
+        check_alternatives(optimizer, loss, objective, step)
         named = {"model": model, "loss": loss, "objective": objective, "step": step}
         self._names = {name: name_of(value) for name, value in named.items() if value is not None}
         self._functions = StepFunctions(
@@ -366,7 +366,11 @@ class Trainer:
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
         # Closed here: a notebook stores the traceback of an error, whose frames would keep the prefetch thread alive.
-        with _opened_displays(ordered_callbacks), contextlib.closing(iter(dataset)) as iterator:
+        with contextlib.ExitStack() as displays, contextlib.closing(iter(dataset)) as iterator:
+            for display in ordered_callbacks:
+                if isinstance(display, Progress):
+                    displays.callback(display.close)  # after an error before the first event
+                    display.open()
             first_position = iterator.get_state()
             start, batches = self._start(iterator, dataset.has_weights, state, resume)
             config = LoopConfig(
@@ -576,17 +580,6 @@ class Trainer:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
-
-
-@contextlib.contextmanager
-def _opened_displays(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Starts the progress displays, and closes them after an error before the first event."""
-    with contextlib.ExitStack() as stack:
-        for display in callbacks:
-            if isinstance(display, Progress):
-                stack.callback(display.close)
-                display.open()
-        yield
 
 
 def _with_progress(callbacks: list[Callback], progress: ProgressKind) -> list[Callback]:
