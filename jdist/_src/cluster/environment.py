@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
-from jdist._src.cluster.gpus import GpuShare, share_gpus
+from jdist._src.cluster.gpus import share_gpus
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import (
     Variables,
@@ -95,7 +95,11 @@ class EnvironmentClusterResolver(SimpleClusterResolver):
         address = _address(variables, family)
         # The processes of `jdist run` see their own GPUs only, and JAX reads JAX_LOCAL_DEVICE_IDS.
         has_local = family is _TORCHRUN and not missing(variables, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        share = _share(variables) if has_local else None
+        share = None
+        if has_local:
+            local_count = read_integer(variables, "LOCAL_WORLD_SIZE", 1)
+            local_id = check_index(read_integer(variables, "LOCAL_RANK"), "LOCAL_RANK", local_count, "LOCAL_WORLD_SIZE")
+            share = share_gpus(variables, local_id, local_count)
         super().__init__(
             unknown_addresses(count, address),
             task_type="worker",
@@ -120,12 +124,6 @@ def _is_set(variables: Variables, family: _Family) -> bool:
     return not missing(variables, family.names) and all(
         re.fullmatch(_NUMBERS.get(name, ".*"), variables[name].strip()) for name in (family.size, family.rank)
     )
-
-
-def _share(variables: Variables) -> GpuShare:
-    local_count = read_integer(variables, "LOCAL_WORLD_SIZE", 1)
-    local_id = check_index(read_integer(variables, "LOCAL_RANK"), "LOCAL_RANK", local_count, "LOCAL_WORLD_SIZE")
-    return share_gpus(variables, local_id, local_count)
 
 
 def _address(variables: Variables, family: _Family) -> str:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import (
-    Variables,
     check_complete,
     coordinator_override,
     missing,
@@ -69,12 +68,16 @@ class SageMakerClusterResolver(SimpleClusterResolver):
             raise ValueError(
                 f"{source} is {current!r}, which is not one of the hosts {', '.join(hosts)}. Correct one of them."
             )
+        accelerators = None
+        if not missing(variables, ("SM_NUM_GPUS",)):
+            count = read_integer(variables, "SM_NUM_GPUS")
+            accelerators = {"GPU": count} if count else {}
         super().__init__(
             {"worker": [with_port(host, port) for host in hosts]},
             task_type="worker",
             task_id=hosts.index(current),
             environment=environment,
-            num_accelerators=_gpus(variables),
+            num_accelerators=accelerators,
             coordinator_address=coordinator_override(coordinator_address, variables),
         )
 
@@ -110,10 +113,3 @@ def _hosts(hosts: Any, source: str) -> list[str]:
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ValueError(f"{source} must be a list of hosts, got {hosts!r}. For example {_EXAMPLE}.")
     return sorted(set(hosts))
-
-
-def _gpus(variables: Variables) -> dict[str, int] | None:
-    if missing(variables, ("SM_NUM_GPUS",)):
-        return None
-    count = read_integer(variables, "SM_NUM_GPUS")
-    return {"GPU": count} if count else {}

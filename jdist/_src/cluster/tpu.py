@@ -107,12 +107,17 @@ class TPUClusterResolver(SimpleClusterResolver):
             raise ValueError(f"`timeout_seconds` must be a finite number > 0, got {timeout_seconds}.")
         variables = os.environ if environ is None else environ
         settings = _from_variables(variables)
-        queries_server = not _identify_process(settings) and _SKIP not in variables
+        processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
+        is_known = processes is not None and ("," not in processes.text or any(name in settings for name in _IDS))
+        queries_server = not is_known and _SKIP not in variables
         if queries_server:
             settings = _from_metadata(_server(variables), timeout_seconds) | settings
         addresses, source = _addresses(settings, variables)
         num_slices, slice_id = _slices(settings)
-        worker_id = _worker_id(settings, len(addresses), source)
+        # If several processes share a host, the task ID is the process index and the worker ID is the host index.
+        names = reversed(_IDS) if _PROCESSES in settings else _IDS
+        index = next((settings[name] for name in names if name in settings), None)
+        worker_id = _index(index, len(addresses), f"{source} lists {len(addresses)} processes", "TPU_WORKER_ID")
         chips = _chips_per_process(settings, len(addresses), source)
         first = slice_id * len(addresses)
         unknown = dict.fromkeys(range(num_slices * len(addresses)))  # of the other slices
@@ -148,12 +153,6 @@ def _from_variables(variables: _Variables) -> _Settings:
     return settings
 
 
-def _identify_process(settings: _Settings) -> bool:
-    """Whether `settings` contain the processes of the slice and, if there are several, the index of this one."""
-    processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
-    return processes is not None and ("," not in processes.text or any(name in settings for name in _IDS))
-
-
 def _addresses(settings: _Settings, variables: _Variables) -> tuple[tuple[str, ...], str]:
     """Returns the addresses of the processes of this slice, and their source."""
     processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
@@ -167,13 +166,6 @@ def _addresses(settings: _Settings, variables: _Variables) -> tuple[tuple[str, .
             f"{processes.source} is {processes.text!r}, which has duplicates: {', '.join(duplicates)}. Name each process once."
         )
     return addresses, processes.source
-
-
-def _worker_id(settings: _Settings, count: int, source: str) -> int:
-    # If several processes share a host, the task ID is the process index and the worker ID is the host index.
-    names = reversed(_IDS) if _PROCESSES in settings else _IDS
-    setting = next((settings[name] for name in names if name in settings), None)
-    return _index(setting, count, f"{source} lists {count} processes", "TPU_WORKER_ID")
 
 
 def _slices(settings: _Settings) -> tuple[int, int]:

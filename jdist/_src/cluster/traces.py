@@ -64,7 +64,8 @@ def unresolved_variables(environ: Variables) -> list[str]:
     names: list[str] = []
     for size, others in _TRACES.items():
         present = [name for name in others if environ.get(name, "").strip()]
-        if _is_several(environ.get(size, "")) and (present or size not in _AMBIGUOUS):
+        numbers = map(int, re.findall("[0-9]+", environ.get(size, "")))  # `"1:4"` is a range
+        if max(numbers, default=0) > 1 and (present or size not in _AMBIGUOUS):
             names += [size, *present]
     return list(dict.fromkeys(names))
 
@@ -85,9 +86,3 @@ def warn_at_caller(message: str) -> None:
     """Warns at the line of the program that called jdist."""
     frame = caller_frame()
     warnings.warn_explicit(message, UserWarning, frame.file if frame else "", frame.line if frame else 0)
-
-
-def _is_several(text: str) -> bool:
-    """Whether a number of processes is more than one; `"1:4"` is a range."""
-    numbers = [int(number) for number in re.findall("[0-9]+", text)]
-    return max(numbers, default=0) > 1

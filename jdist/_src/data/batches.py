@@ -23,7 +23,7 @@ from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.source_adapters import stream_of_files
 from jdist._src.data.source_check import Digest
 from jdist._src.data.source_iterators import READ_AGAIN
-from jdist._src.data.sources import Arrays, Indexed, Stream
+from jdist._src.data.sources import Arrays, Stream
 
 
 class Position(NamedTuple):
@@ -211,7 +211,11 @@ class _BatchReader:
         config = self._config
         batches_per_block = len(self._share.replicas) if config.replica_batches else 1
         for part in self._parts(self._size or self._share.num_replicas * begin.shards, begin.shards):
-            source = self._shard_source(part.shard, begin.shards)
+            source = config.source
+            if isinstance(source, Files):
+                shard, shards = (0, 1) if config.own_source else (part.shard, begin.shards)
+                batches = config.batch_size is None
+                source = stream_of_files(source, batches, config.shuffle, config.seed, shard, shards, config.buckets)
             if isinstance(source, Stream):
                 first = begin.batch * (batches_per_block if source.batches else part.size)
                 compares = self._share.num_pipelines > 1 and begin.shards == 1 and not config.own_source
@@ -225,15 +229,6 @@ class _BatchReader:
                 indices = ExampleOrder(len(source), config.shuffle, config.seed, part.shard).epoch(begin.epoch)
                 reader = IndexedReader(source, indices, begin.batch * part.size)
             readers[part.shard] = reader
-
-    def _shard_source(self, shard: int, shards: int) -> Indexed | Stream:
-        config = self._config
-        if not isinstance(config.source, Files):
-            return config.source
-        shard, shards = (0, 1) if config.own_source else (shard, shards)
-        return stream_of_files(
-            config.source, config.batch_size is None, config.shuffle, config.seed, shard, shards, config.buckets
-        )
 
     def _global_size(self, rows: int, shards: int) -> int:
         """Returns the number of examples in a global batch where an element of the source has `rows` rows."""

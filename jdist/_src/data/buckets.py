@@ -116,7 +116,15 @@ class Buckets:
 
     def with_lists_as_arrays(self, example: PyTree) -> PyTree:
         """Returns an example with each selected list of numbers, which JAX reads as a tree, as one array `[width]`."""
-        as_array = lambda path, leaf: _array_of(leaf) if is_numbers(leaf) and self._selects(path) else leaf
+
+        def as_array(path: Sequence[Any], leaf: Any) -> Any:
+            if not is_numbers(leaf) or not self._selects(path):
+                return leaf
+            array = np.asarray(leaf)
+            # Python floats do not have a width: they get JAX's default one.
+            is_python = array.dtype.kind in "fc" and not any(isinstance(x, np.generic) for x in leaf)
+            return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if is_python else array
+
         return jax.tree_util.tree_map_with_path(as_array, example, is_leaf=is_numbers)
 
     def as_arrays(self, rows: PyTree) -> PyTree:
@@ -136,24 +144,13 @@ class Buckets:
 
     def _selects(self, path: Sequence[Any]) -> bool:
         """Returns whether `leaves` contains a key of `path`, or is None."""
-        return self.leaves is None or any(key in self.leaves for key in _keys(path))
-
-
-def _keys(path: Sequence[Any]) -> list[Any]:
-    """Returns the keys, fields and indices in the path of a leaf."""
-    return [getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path]
+        keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", None))) for key in path)
+        return self.leaves is None or any(key in self.leaves for key in keys)
 
 
 def is_numbers(value: Any) -> bool:
     """Returns whether `value` is a list of numbers, such as the ids of a sentence; it may be empty."""
     return isinstance(value, list) and all(isinstance(x, (bool, int, float, complex, np.generic)) for x in value)
-
-
-def _array_of(numbers: list[Any]) -> np.ndarray:
-    """Returns a list of numbers as an array. Python floats do not have a width: they get JAX's default one."""
-    array = np.asarray(numbers)
-    is_python = array.dtype.kind in "fc" and not any(isinstance(x, np.generic) for x in numbers)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if is_python else array
 
 
 def _resized(leaf: np.ndarray, width: int, fill: Any) -> np.ndarray:

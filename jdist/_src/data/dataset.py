@@ -94,9 +94,8 @@ class DistributedDataset:
             >>> strategy.distribute_dataset(np.zeros((9, 3), np.float32), batch_size=4).element_spec
             PerReplica(float32[2,2,3])
         """
-        return jax.tree.map(
-            self._spec, element_shapes(self._config, self._share, self._first_position(), self._channel())
-        )
+        channel = new_channel(self._replicas.mesh)
+        return jax.tree.map(self._spec, element_shapes(self._config, self._share, self._first_position(), channel))
 
     @property
     def has_weights(self) -> bool:
@@ -233,13 +232,10 @@ class DistributedDataset:
             shape = (1, self._share.num_replicas * leaf.shape[1], *leaf.shape[2:])
         return PerReplica(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=replicas.batch_sharding(shape)))
 
-    def _channel(self) -> Channel:
-        return new_channel(self._replicas.mesh)
-
     def _start_prefetch(self, position: Position) -> "Inline[LocalBatch] | Threaded[LocalBatch]":
         config, share = self._config, self._share
         # The name is created here, not in the thread, so that the order of names is the same on every process.
-        channel = self._channel()
+        channel = new_channel(self._replicas.mesh)
         make = functools.partial(_device_batches, config, share, self._replicas, position, channel)
         if self._cache is not None:
             make = functools.partial(self._cache.batches, config, share, position)

@@ -58,8 +58,9 @@ def dataset_from_source(
         if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
             raise TypeError(f"`shuffle` must be True, False or None, got {one_line(shuffle)}.")
         _check_options(batch_size, seed, epochs, remainder, prefetch)
-        if batch_size is not None:
-            _check_batch_size(batch_size, remainder, replicas)
+        if batch_size is not None and (remainder != "pad" or batch_size <= 0):
+            what = "devices" if replicas.batch_axes else "replicas"
+            check_split(batch_size, replicas.num_parts, what, advice=PAD_EVERY_BATCH if batch_size > 0 else "")
         if isinstance(source, (DistributedDataset, DistributedIterator)):
             raise ValueError(f"The source is a {type(source).__name__} already. Pass the data that it was made from.")
         policy = _resolve_policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
@@ -69,13 +70,22 @@ def dataset_from_source(
             raise ValueError(f"The source reads one shard of the data: {shard}. {SAME_SOURCE}")
         if not isinstance(buckets, Buckets | None):
             raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {one_line(buckets)}.")
-        adapted = local_source
-        if not isinstance(adapted, Files):
-            adapted = source_of(local_source, batch_size is None, bool(shuffle), seed, buckets)
+        is_files = isinstance(local_source, Files)
+        adapted = (
+            local_source if is_files else source_of(local_source, batch_size is None, bool(shuffle), seed, buckets)
+        )
         size = None if batch_size is None else int(batch_size)  # numpy integers are not JSON-able
         is_shuffled = not isinstance(adapted, (Stream, Files)) if shuffle is None else bool(shuffle)
         config = InputConfig(
-            adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, buckets=buckets, warn=_warn_once()
+            adapted,
+            size,
+            is_shuffled,
+            int(seed),
+            epochs,
+            remainder,
+            own_source,
+            buckets=buckets,
+            warn=functools.cache(_log.warning),
         )
         _check_batches(config, share)
         shards = share.num_pipelines if own_source or policy is AutoShardPolicy.FILE else 1
@@ -133,7 +143,7 @@ def dataset_from_function(
             own_source=True,
             replica_batches=True,
             has_rows=batched,
-            warn=_warn_once(),
+            warn=functools.cache(_log.warning),
         )
         return DistributedDataset(
             config, share.num_pipelines, replicas, prefetch
@@ -205,10 +215,6 @@ def _describe_source(config: InputConfig, share: ProcessShare) -> str:
     if isinstance(config.source, Arrays):
         return f"{len(config.source)} examples of {describe_row(config.source.take(np.zeros(1, int), ''))}"
     return f"{config.num_examples(share)} examples"
-
-
-def _warn_once() -> Callable[[str], None]:
-    return functools.cache(_log.warning)
 
 
 def _resolve_policy(policy: AutoShardPolicy, source: Any, processes: int) -> AutoShardPolicy:
@@ -301,14 +307,6 @@ def _check_cache(cache: Cache | None, config: InputConfig, share: ProcessShare, 
             f'cache="device" needs the devices of a single process, and this strategy has devices of {share.num_pipelines} '
             "processes. Omit `cache`."
         )
-
-
-def _check_batch_size(batch_size: int, remainder: Remainder, replicas: Replicas) -> None:
-    """Raises ValueError if batches of `batch_size` examples cannot be split over the replicas, and are not padded."""
-    what = "devices" if replicas.batch_axes else "replicas"
-    if remainder == "pad" and batch_size > 0:
-        return
-    check_split(batch_size, replicas.num_parts, what, advice=PAD_EVERY_BATCH if batch_size > 0 else "")
 
 
 def _check_options(batch_size: int | None, seed: int, epochs: int | None, remainder: Remainder, prefetch: int) -> None:

@@ -139,7 +139,9 @@ def lists_as_columns(table: PyTree, where: str = "") -> PyTree:
     firsts = [value for value in values if value is not None]
     if not firsts or not jax.tree_util.all_leaves(firsts):
         return table
-    if 0 not in map(np.ndim, firsts) and _have_equal_rows(jax.tree.leaves(table)):
+    leaves = jax.tree.leaves(table)
+    are_rows = 0 not in map(np.ndim, firsts) and all(supports_array(x) and np.ndim(x) > 0 for x in leaves)
+    if are_rows and len(set(map(len, leaves))) == 1:
         return table
     columns = [
         column if value is None else _column(f"source{keystr(path)}", column, where)
@@ -152,10 +154,6 @@ def _first_value(column: list[Any]) -> Any:
     """Returns the first value of a list, or of lists in it; None if there is none."""
     values = (_first_value(value) if isinstance(value, list) else value for value in column)
     return next((value for value in values if value is not None), None)
-
-
-def _have_equal_rows(leaves: list[Any]) -> bool:
-    return all(supports_array(x) and np.ndim(x) > 0 for x in leaves) and len(set(map(len, leaves))) == 1
 
 
 def _column(name: str, values: list[Any], where: str) -> np.ndarray:
