@@ -77,24 +77,15 @@ class ProcessBatchSync:
                 self._exchange.post({"error": f"{type(error).__name__}: {error}"})
             raise
 
-    def check_same(self, description: str) -> None:
-        """Checks that `description` is equal on all processes.
+    def check_same(self, description: str, digest: Digest | None = None) -> None:
+        """Checks that `description` is equal on all processes; and the source, with the digest of some of its examples.
 
         Raises:
             ValueError: It differs; raised on all processes.
             RuntimeError: A process failed.
         """
-        self._check_equal([message["description"] for message in self._all_messages({"description": description})])
-
-    def check_same_source(self, description: str, digest: Digest) -> None:
-        """Checks that the source is equal on all processes, given its description and the digest of some examples.
-
-        Raises:
-            ValueError: It differs; raised on all processes.
-            RuntimeError: A process failed.
-        """
-        messages = self._all_messages({"description": description, "digest": digest})
-        self._check_equal([message["description"] for message in messages], f" {SAME_SOURCE}")
+        messages = self._all_messages({"description": description, "digest": digest or {}})
+        self._check_equal([message["description"] for message in messages], f" {SAME_SOURCE}" * (digest is not None))
         check_same_digests([message["digest"] for message in messages], "", None)
 
     def exchange(

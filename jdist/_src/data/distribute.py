@@ -204,7 +204,7 @@ def _make_on_all_processes(
         if not config.own_source:
             description = sync.run(lambda: _describe_source(config, share))
             digest = {} if isinstance(config.source, (Stream, Files)) else digest_of_indexed(config.source)
-            sync.check_same_source(f"a data set of {description}", digest)
+            sync.check_same(f"a data set of {description}", digest)
         return dataset
 
 

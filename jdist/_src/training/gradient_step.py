@@ -31,7 +31,7 @@ from jdist._src.replica.gradients import GradientTotals, Remat, divide_by_count,
 from jdist._src.training.model_state import update_model_state
 from jdist._src.training.state import (
     GROWING_OPTIMIZER_STATE,
-    StateFields,
+    TrainState,
     check_optimizer_state,
     check_same_leaves,
 )
@@ -81,7 +81,7 @@ def check_optimizer(optimizer: Any) -> None:
 def gradient_step(
     optimizer: Any,
     compute_losses: Callable[..., tuple[Any, tuple[PyTree, PyTree]]],
-    fields: StateFields,
+    fields: TrainState,
     batch: PyTree,
     weights: Any,
     *,
@@ -139,7 +139,7 @@ def _update_params(
     non_finite: NonFinite,
     has_failed: jax.Array,
     totals: GradientTotals,
-    fields: StateFields,
+    fields: TrainState,
     value_fn: Callable[..., jax.Array],
     num_weighted: Any,
 ) -> GradientStep:

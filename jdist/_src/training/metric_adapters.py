@@ -181,14 +181,14 @@ def _adapt_metric(name: str, metric: Any, is_of_outputs: bool) -> MetricAdapter:
     if isinstance(metric, Metric):
         return MetricAdapter(metric, lambda outputs, targets: (outputs, targets))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and isinstance(metric[0], Metric) and callable(metric[1]):
-        return MetricAdapter(metric[0], _checked_arguments(name, metric[1]))
+        return MetricAdapter(metric[0], functools.partial(_checked_arguments, name, metric[1]))
     if is_keras_metric(metric):
         raise TypeError(
             f"The metric {name!r} is a Keras metric, {type(metric).__name__}, which updates variables in place. Pass a metric "
             "of `jdist.metrics`, or a function from outputs and targets to values [batch, ...]."
         )
     if callable(metric) and not isinstance(metric, type):
-        return MetricAdapter(Mean(), _checked_values(name, adapt_loss(metric)))
+        return MetricAdapter(Mean(), functools.partial(_checked_values, name, adapt_loss(metric)))
     got = f"the class {metric.__name__}: call it" if isinstance(metric, type) else one_line(metric)
     raise TypeError(
         f"The metric {name!r} must be a metric of `jdist.metrics`, a pair of a metric and a function from outputs and targets "
@@ -208,27 +208,21 @@ def _auxiliary_arguments(name: str, aux: PyTree, batch: PyTree) -> tuple[Any, ..
     return tuple(jnp.broadcast_to(x, num_examples) if jnp.ndim(x) == 0 else x for x in values)
 
 
-def _checked_arguments(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
-    def arguments(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
-        result = fn(outputs, targets)
-        if not isinstance(result, tuple):
-            raise TypeError(
-                f"The function of the metric {name!r} must return a tuple of the metric's arguments, got "
-                f"{describe_tree(result)}."
-            )
-        return result
-
-    return arguments
+def _checked_arguments(name: str, fn: Callable[..., Any], outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
+    result = fn(outputs, targets)
+    if not isinstance(result, tuple):
+        raise TypeError(
+            f"The function of the metric {name!r} must return a tuple of the metric's arguments, got "
+            f"{describe_tree(result)}."
+        )
+    return result
 
 
-def _checked_values(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
-    def arguments(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
-        values, num_examples = fn(outputs, targets), len(jax.tree.leaves((targets, outputs))[0])
-        if jnp.ndim(values) == 0 or jnp.shape(values)[0] != num_examples:
-            raise ValueError(
-                f"The metric {name!r} returned {describe_tree(values)} for {num_examples} examples. It must return one "
-                f"value per example, [{num_examples}, ...], which the trainer averages over the examples of all replicas."
-            )
-        return (values,)
-
-    return arguments
+def _checked_values(name: str, fn: Callable[..., Any], outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
+    values, num_examples = fn(outputs, targets), len(jax.tree.leaves((targets, outputs))[0])
+    if jnp.ndim(values) == 0 or jnp.shape(values)[0] != num_examples:
+        raise ValueError(
+            f"The metric {name!r} returned {describe_tree(values)} for {num_examples} examples. It must return one "
+            f"value per example, [{num_examples}, ...], which the trainer averages over the examples of all replicas."
+        )
+    return (values,)

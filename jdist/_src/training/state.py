@@ -100,25 +100,7 @@ class TrainingState(Protocol):
         ...
 
 
-class StateFields(NamedTuple):
-    """The fields that a training step uses of a state of any class.
-
-    Attributes:
-        step: The number of steps taken.
-        params: The parameters.
-        opt_state: The state of the optimizer.
-        model_state: The other variables of the model.
-        rng: The random key of all steps.
-    """
-
-    step: Any
-    params: PyTree
-    opt_state: PyTree
-    model_state: PyTree
-    rng: Any
-
-
-def state_fields(state: PyTree) -> StateFields:
+def state_fields(state: PyTree) -> TrainState:
     """Returns the fields of a `TrainState`, or of another dataclass with `step`, `params` and `opt_state`.
 
     Such a dataclass may also have `model_state`, or `batch_stats` as is common with flax, and `rng`.
@@ -137,7 +119,7 @@ def state_fields(state: PyTree) -> StateFields:
         )
     rng = getattr(state, "rng", None)
     rng = jax.random.key(0) if rng is None else rng
-    return StateFields(state.step, state.params, state.opt_state, _model_state(state), rng)
+    return TrainState(state.step, state.params, state.opt_state, _model_state(state), rng)
 
 
 def _get(state: PyTree, name: str) -> Any:

@@ -1,5 +1,6 @@
 """`train_step`: a training step from a loss function and an optimizer."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,7 +137,7 @@ def train_step(
                 losses = weighted_losses("loss_fn", losses, loss_weights, weights_part)
             return losses, (aux, model_state)
 
-        without_model = fields._replace(model_state=None)
+        without_model = dataclasses.replace(fields, model_state=None)
         new = gradient_step(
             optimizer, compute_losses, without_model, batch, weights, micro_batches=micro_batches, remat=remat
         )
