@@ -3,7 +3,6 @@
 import os
 import re
 import warnings
-from collections.abc import Mapping
 
 from jdist._src.cluster.resolution import resolve
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
@@ -38,17 +37,14 @@ _TRACES = {
 _AMBIGUOUS = ("NUM_PROCESSES", "NNODES", "NHOSTS")
 
 
-def launched_process(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
+def launched_process() -> ClusterResolver | None:
     """Returns the resolver of a process that a launcher has started as one of several; None if it is the only one.
-
-    Args:
-        environ: The environment variables to read; default: `os.environ`.
 
     Raises:
         ValueError: The settings of a resolver are incomplete or malformed.
     """
     try:
-        resolver = resolve(environ)
+        resolver = resolve()
     except ClusterNotFoundError:
         return None
     return None if resolver.num_processes == 1 or resolver.task_type == "ps" else resolver

@@ -187,7 +187,7 @@ class _BatchReader:
                     continue
                 source_state = readers[0].state() if begin.shards == 1 else None
                 position = Position(begin.epoch, number + 1, self._size, begin.shards, source_state)
-                weights = self._weights(parts, blocks, is_full=examples == self._size)
+                weights = self._weights(blocks, is_full=examples == self._size)
                 yield LocalBatch(self._join(blocks, rows, width, where), weights, examples, position)
         finally:
             for reader in readers.values():
@@ -295,7 +295,7 @@ class _BatchReader:
         arrays = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
         return jax.tree.unflatten(jax.tree.structure(trees[0]), [self._per_replica(array) for array in arrays])
 
-    def _weights(self, parts: list[ShardRows], blocks: list[ShardBlock], is_full: bool) -> np.ndarray | None:
+    def _weights(self, blocks: list[ShardBlock], is_full: bool) -> np.ndarray | None:
         """Returns the weights of the rows of this process; the same object for all full batches."""
         if self._config.remainder != "pad":
             return None

@@ -19,6 +19,7 @@ import numpy as np
 
 from jdist._src.core import activity
 from jdist._src.core.errors import FitError
+from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.execution.interrupts import interrupts_after_blocks
 from jdist._src.execution.traced import Proof
@@ -59,14 +60,16 @@ _PARAMS_NOT_FINITE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopConfig:
-    """The functions and options of a loop.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Loop:
+    """One run of the training loop.
+
+    Mutable: it holds the carry of the last step, the position of the data, and the reason to stop.
 
     Attributes:
         strategy: The strategy.
         functions: The step functions.
-        step: From a carry and the batches of a call to the next carry and the outcome.
+        call_step: From a carry and the batches of a call to the next carry and the outcome.
         validate: From a state to the metrics of the validation data, or None.
         validate_every: The number of steps between validations; None for a validation at the end of each epoch.
         callbacks: The callbacks, in calling order.
@@ -75,11 +78,13 @@ class LoopConfig:
         read_proof: Returns the result of the replication proof of the step.
         total_steps: The number of steps after which training ends, if known.
         requested_steps: The number of steps that the caller requested, if any.
+        start: The state to start with.
+        first_position: The position of the data at the start.
     """
 
     strategy: Strategy
     functions: StepFunctions
-    step: Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]
+    call_step: Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
     validate_every: int | None
     callbacks: Sequence[Callback]
@@ -88,36 +93,25 @@ class LoopConfig:
     read_proof: Callable[[], Proof]
     total_steps: int | None
     requested_steps: int | None
+    start: dataclasses.InitVar[StartPoint]
+    first_position: dataclasses.InitVar[Mapping[str, Any]]
 
-
-class Loop:
-    """One run of the training loop.
-
-    Mutable: it holds the carry of the last step, the position of the data, and the reason to stop.
-
-    Args:
-        config: The functions and options.
-        start: The state to start with.
-        position: The position of the data at the start.
-    """
-
-    def __init__(self, config: LoopConfig, start: StartPoint, position: Mapping[str, Any]):
-        self._config = config
-        self._stateful_callbacks = stateful_callbacks(config.callbacks)
+    def __post_init__(self, start: StartPoint, first_position: Mapping[str, Any]) -> None:
+        self._stateful_callbacks = stateful_callbacks(self.callbacks)
         if "callbacks" in start.resume_data:
             restore_callback_states(self._stateful_callbacks, start.resume_data["callbacks"])
         metrics: Any = restore_epoch_metrics(self._empty_metrics(), start.resume_data.get("seen", ()))
-        self._carry = TrainCarry(start.state, metrics, config.strategy.put(np.bool_(False)))
+        self._carry = TrainCarry(start.state, metrics, self.strategy.put(np.bool_(False)))
         self._first_step = self._step = self._row_first_step = int(step_of(start.state))
         self._last_validation = self._step
         self._calls = self._examples = self._row_first_example = 0
-        self._epoch, self._position, self._stalled_fraction = position["epoch"], position, 0.0
+        self._epoch, self._position, self._stalled_fraction = first_position["epoch"], first_position, 0.0
         self._row_metrics: Mapping[str, Any] = {}
-        self._recorder = Recorder(start.resume_data, config.functions.non_finite == "skip")
+        self._recorder = Recorder(start.resume_data, self.functions.non_finite == "skip")
         self._start_time = self._row_start_time = time.perf_counter()
         self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
-        self._processes = processes_of(config.strategy.mesh)
+        self._processes = processes_of(self.strategy.mesh)
         self._are_all_processes = len(self._processes) == jax.process_count() > 1
         self._has_failed = self._ends_epoch = self._is_last = self._validates = False
         self._skipped_updates = skipped_updates(start.state)
@@ -132,7 +126,7 @@ class Loop:
         """Takes a call of the step per group of batches, and returns the result of training."""
         with self._keeping_state(), interrupts_after_blocks() as interrupt:
             self._notify(Moment.START)
-            intervals = [callback.step_interval_seconds for callback in self._config.callbacks]
+            intervals = [callback.step_interval_seconds for callback in self.callbacks]
             self._step_interval = min(intervals, default=math.inf)
             try:
                 for batches in groups:
@@ -153,10 +147,10 @@ class Loop:
         return self._fit()
 
     def _empty_metrics(self) -> Any:
-        return self._config.strategy.init(self._config.functions.empty_metrics)
+        return self.strategy.init(self.functions.empty_metrics)
 
     def _take(self, batches: Sequence[DrawnBatch]) -> None:
-        self._carry, outcome = self._config.step(self._carry, batches)
+        self._carry, outcome = self.call_step(self._carry, batches)
         self._recorder.add_call(self._step + 1, self._position, self._examples, batches, outcome)
         last = batches[-1]
         self._step, self._calls = self._step + len(batches), self._calls + 1
@@ -173,9 +167,9 @@ class Loop:
 
     def _is_validation_due(self) -> bool:
         """Returns whether a validation follows the last call of the step."""
-        every = self._config.validate_every
-        if self._config.validate is None or every is None:
-            return self._config.validate is not None and self._ends_epoch
+        every = self.validate_every
+        if self.validate is None or every is None:
+            return self.validate is not None and self._ends_epoch
         return self._is_last or self._step // every > self._last_validation // every
 
     def _is_step_event_due(self) -> bool:
@@ -192,12 +186,12 @@ class Loop:
         """Validates if it is due, adds a row to the history, and sends its event."""
         self._check_failure(self._recorder.fetch())
         seconds = time.perf_counter() - self._row_start_time
-        self._row_metrics = self._config.functions.read_metrics(self._config.strategy, self._carry.metrics)
+        self._row_metrics = self.functions.read_metrics(self.strategy, self._carry.metrics)
         self._count_skipped_updates()
         rate = learning_rate_of(self._carry.state, step=self._step)
         validation: Mapping[str, Any] = {}
-        if self._config.validate is not None and self._validates:
-            validation, self._last_validation = self._config.validate(self._carry.state), self._step
+        if self.validate is not None and self._validates:
+            validation, self._last_validation = self.validate(self._carry.state), self._step
         self._recorder.add_row(
             {
                 "epoch": self._epoch,
@@ -233,16 +227,16 @@ class Loop:
     def _end(self) -> None:
         self._check_failure(self._recorder.fetch())
         if self._step != self._row_first_step or (self._has_failed and not self._row_metrics):
-            self._row_metrics = self._config.functions.read_metrics(self._config.strategy, self._carry.metrics)
+            self._row_metrics = self.functions.read_metrics(self.strategy, self._carry.metrics)
             self._row_first_step = self._step
         self._count_skipped_updates()
         is_complete = self._stop_reason is None
-        self._stop_reason = self._stop_reason or self._end_reason(self._config.requested_steps)
+        self._stop_reason = self._stop_reason or self._end_reason(self.requested_steps)
         if not self._has_failed:
             not_applied = self._not_applied()
             self._stop_reason = " ".join([*self._with_ineffective(self._stop_reason, not_applied), *not_applied])
             if is_complete and not_applied:
-                warnings.warn(not_applied[0], stacklevel=5)  # the caller of `fit`
+                warnings.warn(not_applied[0], stacklevel=levels_to_user())
         elif not self._has_finite_params():
             self._stop_reason += _PARAMS_NOT_FINITE
         self._notify(Moment.END)
@@ -280,7 +274,7 @@ class Loop:
 
     def _has_finite_params(self) -> bool:
         params = params_of(self._carry.state)
-        return bool(jax.device_get(self._config.strategy.run(are_finite_on_all_replicas, (params,))))
+        return bool(jax.device_get(self.strategy.run(are_finite_on_all_replicas, (params,))))
 
     def _end_reason(self, requested_steps: int | None) -> str:
         if requested_steps is not None and self._step < requested_steps:
@@ -291,7 +285,7 @@ class Loop:
 
     def _check_failure(self, failure: NonFiniteStep | None) -> None:
         """Stops at a step that is not finite, if configured. The step function rejected all steps from there on."""
-        if failure is None or self._config.functions.non_finite != "stop" or self._has_failed:
+        if failure is None or self.functions.non_finite != "stop" or self._has_failed:
             return
         self._has_failed = True
         self._step, self._position = failure.step - 1, failure.position_before
@@ -300,10 +294,10 @@ class Loop:
 
     def _notify(self, moment: Moment, validation: Mapping[str, Any] | None = None) -> None:
         """Calls all callbacks with the same event, then applies their results."""
-        if not self._config.callbacks:
+        if not self.callbacks:
             return
         event = self._event(moment, validation or {})
-        results = [_checked(callback, callback(event), self._carry.state) for callback in self._config.callbacks]
+        results = [_checked(callback, callback(event), self._carry.state) for callback in self.callbacks]
         for result in filter(None, results):
             if result.state is not None:
                 if self._are_all_processes:  # they compare the values in their next agreement
@@ -322,16 +316,16 @@ class Loop:
             examples=self._examples,
             seconds=time.perf_counter() - self._start_time,
             stalled_fraction=self._stalled_fraction,
-            total_steps=self._config.total_steps,
+            total_steps=self.total_steps,
             validation=validation,
-            strategy=self._config.strategy,
+            strategy=self.strategy,
             history=self._recorder.history,
             resume_data=self._resume_data,
             is_finite=functools.partial(self._is_finite, moment),
             read_metrics=functools.partial(self._read_metrics, moment),
             ends_epoch=self._ends_epoch,
             validates=moment is Moment.STEP and self._validates,
-            metric_names=self._config.metric_names,
+            metric_names=self.metric_names,
         )
 
     def _read_metrics(self, moment: Moment) -> Mapping[str, Any]:
@@ -340,13 +334,13 @@ class Loop:
             return self._row_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
             return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
-        return self._config.functions.read_metrics(self._config.strategy, self._carry.metrics)
+        return self.functions.read_metrics(self.strategy, self._carry.metrics)
 
     def _is_finite(self, moment: Moment) -> bool:
         self._check_failure(self._recorder.fetch())
         if self._has_failed and moment is not Moment.END:  # the event has the number of a step that was rejected
             return False
-        return self._config.functions.non_finite == "keep" or self._has_finite_params()
+        return self.functions.non_finite == "keep" or self._has_finite_params()
 
     def _resume_data(self) -> dict[str, Any]:
         return {
@@ -355,7 +349,7 @@ class Loop:
             "losses": self._recorder.losses_as_arrays(),
             "ineffective": list(self._recorder.row_counts),
             "seen": jax.tree.leaves(read_values(self._carry.metrics)),
-            "replicas": self._config.strategy.num_replicas_in_sync,
+            "replicas": self.strategy.num_replicas_in_sync,
             "shares": summands(self._carry.state),
         }
 
@@ -370,7 +364,7 @@ class Loop:
                 raise
             self._stop_reason = f"{type(error).__name__}: {error}"
             if is_lost:
-                last_checkpoint = describe_last_checkpoint(self._config.callbacks, self._config.resume)
+                last_checkpoint = describe_last_checkpoint(self.callbacks, self.resume)
                 raise FitError(
                     f"Training failed at step {self._step + 1}, or shortly before it: {self._stop_reason}\n  The state is "
                     f"lost: it was donated to the step that failed. {last_checkpoint} The history is `error.fit.history`.",
@@ -383,15 +377,15 @@ class Loop:
             ) from error
         finally:
             with contextlib.ExitStack() as stack:
-                for callback in self._config.callbacks:
+                for callback in self.callbacks:
                     stack.callback(callback.close)
 
     def _fit(self, is_lost: bool = False) -> Fit:
         history = self._recorder.history
         history = dataclasses.replace(history, losses=dict(history.losses))
-        proof = self._config.read_proof() if self._step > self._first_step else None
+        proof = self.read_proof() if self._step > self._first_step else None
         state = cast(Any, None if is_lost else materialize(self._carry.state))
-        description = self._config.strategy.describe(state)
+        description = self.strategy.describe(state)
         return Fit(state, history, self._step, self._stop_reason or "", description, proof)
 
 

@@ -37,7 +37,7 @@ from jdist._src.training.arguments import (
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.fit import Fit, html_table, name_of
-from jdist._src.training.loop import Loop, LoopConfig, no_step_message
+from jdist._src.training.loop import Loop, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
 from jdist._src.training.metric_adapters import adapt_metrics
 from jdist._src.training.model_adapters import adapt_model
@@ -373,23 +373,26 @@ class Trainer:
                     display.open()
             first_position = iterator.get_state()
             start, batches = self._start(iterator, dataset.has_weights, state, resume)
-            config = LoopConfig(
+            validate_every = check_validate_every(validate_every, bool(validation))
+            names = list(self._functions.metrics)
+            metric_names = ["loss", *names, *validation_metric_names(validation, names)]
+            for name, evaluated in validation.items():
+                self._check_evaluation(name, start.state, evaluated)
+            loop = Loop(
                 strategy=self.strategy,
                 functions=self._functions,
-                step=step,
+                call_step=step,
                 validate=validate_all(validation, lambda state, dataset: self._evaluate(state, dataset)[0]),
-                validate_every=check_validate_every(validate_every, bool(validation)),
+                validate_every=validate_every,
                 callbacks=ordered_callbacks,
-                metric_names=["loss", *self._functions.metrics]
-                + validation_metric_names(validation, self._functions.metrics),
+                metric_names=metric_names,
                 resume=resume,
                 read_proof=lambda: self._proof(micro_batches, steps_per_call),
                 total_steps=total_steps(dataset, start, steps),
                 requested_steps=steps,
+                start=start,
+                first_position=start.position or first_position,
             )
-            for name, evaluated in validation.items():
-                self._check_evaluation(name, start.state, evaluated)
-            loop = Loop(config, start, start.position or first_position)
             remaining_steps = None if steps is None else max(0, steps - loop.step)
             if remaining_steps == 0 and state is not None and start.state is state and loop.step:
                 warnings.warn(no_step_message(steps or 0, loop.step), stacklevel=levels_to_user())
