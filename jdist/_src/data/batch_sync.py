@@ -17,6 +17,7 @@ from jdist._src.core import activity, call_records
 from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.data.shards import ProcessShare
 from jdist._src.data.source_check import SAME_SOURCE, Digest, check_same_digests
+from jdist._src.values.process_calls import processes_of
 
 T = TypeVar("T")
 _BATCHES_PER_COMPARISON = 16
@@ -36,7 +37,7 @@ class Channel(NamedTuple):
 
 def new_channel(mesh: Mesh) -> Channel:
     """Returns a new message exchange between the processes of `mesh`. All of them call it in the same order."""
-    processes = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    processes = processes_of(mesh)
     return Channel(numbered_name(f"jdist/input/{zlib.crc32(repr(processes).encode())}"), processes)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jdist._src.core.arguments import as_int, enum_member
 from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import Replicas
+from jdist._src.values.process_calls import processes_of
 
 
 class AutoShardPolicy(enum.Enum):
@@ -177,7 +178,7 @@ def process_share(replicas: Replicas, by_replica: bool = False) -> ProcessShare:
         replicas: The replicas of the strategy.
         by_replica: Whether the source yields the batch of one replica at a time.
     """
-    processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
+    processes = processes_of(replicas.mesh)
     process = jax.process_index()
     pipeline = processes.index(process) if process in processes else 0
     if by_replica and replicas.batch_axes and len(processes) == 1:

@@ -42,12 +42,6 @@ class EndTimes(NamedTuple):
     report_seconds: float = 5.0
     exit_seconds: float = math.inf
 
-    def seconds_after(self, status: int) -> float:
-        """Returns the time between SIGTERM and SIGKILL for the other processes after an exit status."""
-        if status == PREEMPTED:
-            return self.save_seconds
-        return max(self.grace_seconds, self.report_seconds) if status == HUNG else self.grace_seconds
-
 
 class Failure(NamedTuple):
     """The first failure of an attempt.
@@ -188,7 +182,9 @@ class EndRules:
     def _note_failure(self, process: RunningProcess, status: int, reason: str) -> None:
         failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()), reason)
         others = [other for other in self._running() if other is not process]
-        seconds = self._times.seconds_after(status)
+        times = self._times
+        long_seconds = {PREEMPTED: times.save_seconds, HUNG: max(times.grace_seconds, times.report_seconds)}
+        seconds = long_seconds.get(status, times.grace_seconds)
         if others:
             self._announce_end(f"{failure.description}. The other processes of this command", len(others), seconds)
         self._failure = failure

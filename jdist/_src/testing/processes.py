@@ -18,6 +18,7 @@ from typing import Any, Literal
 from jdist._src.core.arguments import as_int, check_seconds
 from jdist._src.launch.child_processes import end_child, reserved_address, start_child
 from jdist._src.testing.process_values import load_value
+from jdist._src.values.process_calls import listed
 
 _POLL_SECONDS = 0.1
 _AFTER_ERROR_SECONDS = 10.0  # in which the other processes may return, after one raised an error
@@ -290,13 +291,13 @@ class Processes:
         for process in failed:
             indices_of.setdefault(self._file(call, process, "error").read_text(), []).append(process.index)
         message = "\n".join(
-            f"{what} raised an error on {_named(indices)} of {len(self)}:\n{text}"
+            f"{what} raised an error on {listed(sorted(indices))} of {len(self)}:\n{text}"
             for text, indices in indices_of.items()
         )
         if waiting:
             indices = [process.index for process in waiting]
             reason = (
-                f"{what} had not returned on {_named(indices)} {_AFTER_ERROR_SECONDS:g} seconds after the error "
+                f"{what} had not returned on {listed(sorted(indices))} {_AFTER_ERROR_SECONDS:g} seconds after the error "
                 f"on process {failed[0].index}."
             )
             self._end_all(reason)
@@ -308,7 +309,7 @@ class Processes:
             os.kill(process.popen.pid, signal.SIGUSR1)
         time.sleep(0.5)
         indices = [process.index for process in waiting]
-        reason = f"{what} did not return within {timeout:g} seconds on {_named(indices)} of {len(self)}."
+        reason = f"{what} did not return within {timeout:g} seconds on {listed(sorted(indices))} of {len(self)}."
         reports = "\n".join(process.report() for process in waiting)
         self._end_all(reason)
         raise TimeoutError(
@@ -373,8 +374,3 @@ def _send(processes: Sequence[_Process], line: str) -> None:
             BrokenPipeError
         ):  # the process has ended, which is noticed where its result is awaited
             os.write(process.requests, f"{line}\n".encode())
-
-
-def _named(indices: Sequence[int]) -> str:
-    indices = sorted(indices)
-    return f"process {indices[0]}" if len(indices) == 1 else f"processes {', '.join(map(str, indices))}"

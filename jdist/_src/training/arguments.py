@@ -7,10 +7,10 @@ them.
 
 import inspect
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdist._src.core.tree import one_line
+from jdist._src.core.tree import ReprText, one_line
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
 from jdist._src.values.process_calls import digests_of, exchange_call, find_difference, listed, processes_of
@@ -108,32 +108,24 @@ def _lines(value: Any) -> list[str]:
         pass
     if isinstance(value, Mapping):
         return sorted(f"a value for {key!r}" for key in value if isinstance(key, str)) or ["a mapping"]
-    if isinstance(value, Callbacks):
-        return [_describe(callback) for callback in value]
     if isinstance(value, list):
         return [repr(item) for item in value]
     return ["a value"]
 
 
-class Callbacks(list[Callback]):
-    """The callbacks of `fit` that all processes must have."""
-
-    def __init__(self, callbacks: Any):
-        are_listed = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
-        candidates: Iterable[Any] = callbacks if are_listed else ()
-        super().__init__(
-            c for c in candidates if isinstance(c, Callback) and (c.is_collective or c.checkpointer is not None)
-        )
-
-
-def _describe(callback: Callback) -> str:
-    """Returns the class of a callback, and its options that are numbers or text."""
-    options = {
-        k: v for k, v in vars(callback).items() if not k.startswith("_") and k != "identity" and isinstance(v, _SCALARS)
-    }
-    if callback.checkpointer is not None:
-        options["every"] = callback.checkpointer.every
-    return f"{type(callback).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+def collective_callbacks(callbacks: Any) -> list[ReprText]:
+    """Returns the callbacks of `fit` that all processes must have, each with its options that are numbers or text."""
+    texts: list[ReprText] = []
+    for callback in callbacks if isinstance(callbacks, Sequence) and not isinstance(callbacks, str) else ():
+        if not isinstance(callback, Callback) or not (callback.is_collective or callback.checkpointer is not None):
+            continue
+        public = {name: x for name, x in vars(callback).items() if not name.startswith("_") and name != "identity"}
+        options = {name: value for name, value in public.items() if isinstance(value, _SCALARS)}
+        if callback.checkpointer is not None:
+            options["every"] = callback.checkpointer.every
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        texts.append(ReprText(f"{type(callback).__name__}({arguments})"))
+    return texts
 
 
 def _text(lines: Sequence[str]) -> str:

@@ -253,7 +253,7 @@ class Loop:
     def _count_skipped_updates(self) -> None:
         """Counts the steps that the optimizer itself has skipped since the last call."""
         before, self._skipped_updates = self._skipped_updates, skipped_updates(self._carry.state)
-        self._recorder.add_skipped_steps(self._skipped_updates - before)
+        self._recorder.add_counts(self._skipped_updates - before)
 
     def _with_ineffective(self, reason: str, not_applied: Sequence[str]) -> Iterator[str]:
         """Yields the reason to stop, and sentences about steps and examples that had no effect."""

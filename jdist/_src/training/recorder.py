@@ -139,7 +139,7 @@ class Recorder:
         self._losses.update(enumerate(outcomes[:, 0].tolist(), start=first_step))
         is_taken, has_weights = outcomes[:, 1] > 0, outcomes[:, 2] >= 0
         dropped = (np.diff(examples) - outcomes[:, 2])[is_taken & has_weights]
-        self._add_counts(int((~is_taken).sum()) if self._skips else 0, int(dropped.sum()))
+        self.add_counts(int((~is_taken).sum()) if self._skips else 0, int(dropped.sum()))
         if is_taken[-1]:
             return None
         rejected = int(np.argmin(is_taken))
@@ -158,11 +158,8 @@ class Recorder:
         self._rows.append({name: value for name, value in row.items() if np.ndim(value) == 0})
         self.row_counts = IneffectiveCounts()
 
-    def add_skipped_steps(self, number: int) -> None:
-        """Counts steps that the optimizer skipped."""
-        self._add_counts(number, 0)
-
-    def _add_counts(self, skipped_steps: int, dropped_examples: int) -> None:
+    def add_counts(self, skipped_steps: int, dropped_examples: int = 0) -> None:
+        """Counts steps that were skipped, and examples that were dropped."""
         added = skipped_steps, dropped_examples
         self.counts, self.row_counts = (
             IneffectiveCounts(*map(sum, zip(counts, added, strict=True))) for counts in (self.counts, self.row_counts)

@@ -30,10 +30,10 @@ from jdist._src.strategies.automatic import auto_strategy
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.current import get_strategy, has_strategy
 from jdist._src.training.arguments import (
-    Callbacks,
     check_alternatives,
     check_eval_params,
     check_same_arguments,
+    collective_callbacks,
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.fit import Fit, html_table, name_of
@@ -334,7 +334,7 @@ class Trainer:
             state=state,
             validation_data=validation_data,
             validate_every=validate_every,
-            callbacks=Callbacks(callbacks),
+            callbacks=collective_callbacks(callbacks),
             steps_per_call=steps_per_call,
             micro_batches=micro_batches,
             cache=cache,
