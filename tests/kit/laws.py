@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -195,6 +196,29 @@ def rows(strategy, *shape, seed=0):
 def arrays(batch):
     """The arrays `[replica, rows, ...]` of a batch, in its structure."""
     return jax.tree.map(lambda value: value.tree, batch, is_leaf=lambda node: isinstance(node, jdist.PerReplica))
+
+
+def example_numbers(elements, has_weights=True):
+    """The numbers of the examples without padding, one list per batch: all leaves of example `i` consist of `i`.
+
+    With `has_weights`, an element that is a tuple is a batch and its weights.
+    """
+    numbers = []
+    for element in elements:
+        batch, weights = element if has_weights and isinstance(element, tuple) else (element, None)
+        leaves = [np.asarray(x).reshape(x.shape[0] * x.shape[1], -1) for x in jax.tree.leaves(batch)]
+        for leaf in leaves:
+            np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
+        keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
+        numbers.append(leaves[0][keep, 0].tolist())
+    return numbers
+
+
+def resumed(dataset, state):
+    """An iterator of the data set that continues at a position, which is stored as JSON in between."""
+    iterator = iter(dataset)
+    iterator.set_state(json.loads(json.dumps(state)))
+    return iterator
 
 
 def copies(array):
