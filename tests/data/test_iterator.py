@@ -22,7 +22,7 @@ import pytest
 import jdist
 from jdist._src.data.sources import Arrays
 
-from laws import STRATEGIES, among, arrays, each_row, example_numbers, resumed
+from laws import STRATEGIES, among, arrays, assert_resumes_at_every_batch, each_row, example_numbers, resumed
 
 few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
@@ -106,17 +106,8 @@ def _epoch(count=COUNT):
 @every_source
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_position_resumes_exactly_on_any_number_of_replicas(kind, prefetch):
-    iterator = iter(_dataset(REPLICAS["mirrored_2"], kind, epochs=2, prefetch=prefetch))
-    states = [iterator.get_state()]
-    for _ in range(10):
-        next(iterator)
-        states.append(iterator.get_state())  # while more batches are prefetched
-    assert next(iterator, None) is None
-    assert iterator.get_state() == states[-1]
-    for strategy, (taken, state) in itertools.product(REPLICAS.values(), enumerate(states)):
-        later = resumed(_dataset(strategy, kind, epochs=2, prefetch=prefetch), state)
-        assert later.get_state() == state
-        assert example_numbers(later) == (_epoch() * 2)[taken:]
+    make = lambda strategy: _dataset(strategy, kind, epochs=2, prefetch=prefetch)  # more batches are prefetched
+    assert assert_resumes_at_every_batch(make, REPLICAS["mirrored_2"], REPLICAS.values()) == _epoch() * 2
 
 
 @few

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -219,6 +220,25 @@ def resumed(dataset, state):
     iterator = iter(dataset)
     iterator.set_state(json.loads(json.dumps(state)))
     return iterator
+
+
+def assert_resumes_at_every_batch(make, strategy, others, limit=None):
+    """The data set `make(strategy)` continues on each of `others` after each of its batches, or of the first `limit`.
+
+    Returns the numbers of the examples, one list per batch.
+    """
+    iterator = iter(make(strategy))
+    states, numbers = [iterator.get_state()], []
+    for element in itertools.islice(iterator, limit):
+        numbers += example_numbers([element])
+        states.append(iterator.get_state())
+    iterator.close()
+    for other, (taken, state) in itertools.product(others, enumerate(states)):
+        later = resumed(make(other), state)
+        assert later.get_state() == state
+        assert example_numbers(itertools.islice(later, limit and len(numbers) - taken)) == numbers[taken:]
+        later.close()
+    return numbers
 
 
 def copies(array):
