@@ -18,8 +18,6 @@ from jdist._src.data.files import Files
 from jdist._src.data.shards import ProcessShare
 from jdist._src.data.source_adapters import source_of
 
-from laws import each_row
-
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 START = Position(0, 0, None, 1)
 
@@ -150,109 +148,109 @@ def layouts(draw, replicas=(1, 2, 3, 4, 8), processes=(1, 2, 4)):
     ]
 
 
-@st.composite
-def layouts_and_batch(draw):
-    """Draws two layouts, and a batch size that both can split."""
-    one, two = draw(layouts()), draw(layouts())
-    return one, two, math.lcm(one[0].num_replicas, two[0].num_replicas) * draw(st.integers(1, 3))
+SOURCES = {
+    "arrays": lambda count, size, **options: _config(_arrays(count), size, **options),
+    "examples": lambda count, size, **options: _config(_Stream(count), size, **options),
+    "batches": lambda count, size, **options: _config(_Stream(count, size), None, **options),
+    "placed": lambda count, size, **options: _config(_Placed(count), size, **options),
+}
+
+
+def _of_one_process(shares):
+    """Returns the shares as shares of a single process, for a source that is the same on all processes."""
+    return [ProcessShare(share.replicas, share.num_replicas) for share in shares]
 
 
 counts, seeds, remainders = st.integers(1, 70), st.integers(0, 2**64 - 1), st.sampled_from(["pad", "drop"])
 epochs = st.integers(1, 3)
 
 
+def _unpadded(joined):
+    return [jax.tree.map(lambda x, keep=weights > 0: x[keep], rows) for rows, weights, *_ in joined]
+
+
+def _same_examples(ours, theirs):
+    """The examples of each batch and the positions are equal; the padding may differ."""
+    chex.assert_trees_all_equal(_unpadded(ours), _unpadded(theirs), strict=True)
+    assert [batch[2:] for batch in ours] == [batch[2:] for batch in theirs]
+
+
 @few
-@hypothesis.given(layouts_and_batch(), counts, st.booleans(), seeds, remainders, epochs)
-def test_global_batches_are_bitwise_equal_for_any_replicas_and_processes(
-    layouts, count, shuffle, seed, remainder, epochs
+@hypothesis.given(layouts(), layouts(), st.integers(1, 3), counts, st.booleans(), seeds, remainders, epochs, st.data())
+def test_global_batches_of_arrays_are_bitwise_equal_for_any_layout_and_when_resumed_on_another(
+    one, two, each, count, shuffle, seed, remainder, epochs, data
 ):
-    one, two, size = layouts
+    size = math.lcm(one[0].num_replicas, two[0].num_replicas) * each
     hypothesis.assume(remainder == "pad" or count >= size)
-    options = dict(shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
-    config = _config(_arrays(count), size, **options)
+    config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
     expected = _join(config, _single_process(1))
     _same(_join(config, one), expected)
-    _same(_join(config, two), expected)
-
-
-@each_row("processes", [1, 2, 4])
-@each_row("replicas", [1, 2, 3, 4, 8])
-@each_row("interleaved", [False, True])
-@each_row("shuffle", [False, True])
-def test_global_batches_are_bitwise_equal_for_every_tabulated_layout(replicas, processes, interleaved, shuffle):
-    processes = min(processes, replicas)
-    owner = np.arange(replicas) % processes if interleaved else np.arange(replicas) * processes // replicas
-    shares = [
-        ProcessShare(tuple(np.flatnonzero(owner == p).tolist()), replicas, p, processes) for p in range(processes)
-    ]
-    config = _config(_arrays(61), 24, shuffle=shuffle, epochs=2)
-    _same(_join(config, shares), _join(config, _single_process(1)))
+    cut = data.draw(st.integers(0, len(expected)))
+    _same(_join(config, two, _json(expected[cut - 1][3]) if cut else START), expected[cut:])
 
 
 @few
-@hypothesis.given(layouts(), st.integers(1, 3), counts, st.booleans(), seeds, epochs)
-def test_padded_batches_of_arrays_have_each_example_once_per_epoch_and_weights_count_them(
-    shares, each, count, shuffle, seed, epochs
+@hypothesis.given(layouts(), layouts(), st.integers(1, 30), counts, st.booleans(), seeds, epochs, st.data())
+def test_padded_batches_of_any_size_have_each_example_once_per_epoch_on_any_layout_and_when_resumed_on_another(
+    one, two, size, count, shuffle, seed, epochs, data
 ):
-    size = shares[0].num_replicas * each
-    joined = _join(_config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=epochs), shares)
+    config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=epochs)
+    joined = _join(config, one)
     assert len(joined) == epochs * math.ceil(count / size)
     for epoch in range(epochs):
-        epoch_batches = [batch for batch in joined if batch[3].epoch == epoch]
-        assert (
-            sum(weights.sum() for _, weights, *_ in epoch_batches) == sum(batch[2] for batch in epoch_batches) == count
-        )
-        assert sorted(sum(_example_numbers(epoch_batches), [])) == list(range(count))
-        assert shuffle or sum(_example_numbers(epoch_batches), []) == list(range(count))
+        numbers = sum(_example_numbers([batch for batch in joined if batch[3].epoch == epoch]), [])
+        assert sorted(numbers) == list(range(count))
+        assert shuffle or numbers == list(range(count))
+    filled = -(-size // one[0].num_replicas) * one[0].num_replicas
     for rows, weights, examples, _ in joined:
-        assert (weights.dtype, weights.shape) == (np.float32, (size,))
-        assert weights.tolist() == [1.0] * examples + [0.0] * (size - examples)
-        chex.assert_trees_all_equal(rows, jax.tree.map(lambda x, i=rows["number"]: x[i], _arrays(count)))
-
-
-@few
-@hypothesis.given(layouts(), layouts(), st.integers(1, 20), counts, st.booleans(), seeds, st.data())
-def test_padded_batches_of_any_size_have_the_same_examples_on_every_layout(one, two, size, count, shuffle, seed, data):
-    config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=2)
-    expected = _join(config, _single_process(1))
-    joined = _join(config, one)
-    assert _example_numbers(joined) == _example_numbers(expected)
-    assert [batch[2:] for batch in joined] == [batch[2:] for batch in expected]
-    for rows, weights, examples, _ in joined:
-        assert weights.tolist() == [1.0] * examples + [0.0] * (
-            -(-size // one[0].num_replicas) * one[0].num_replicas - examples
-        )
+        assert (weights.dtype, weights.shape) == (np.float32, (filled,))
+        assert weights.tolist() == [1.0] * examples + [0.0] * (filled - examples)
         chex.assert_trees_all_equal(rows, jax.tree.map(lambda x, i=rows["number"]: x[i], _arrays(count)))
     cut = data.draw(st.integers(0, len(joined)))
-    after = joined[cut - 1][3] if cut else START._replace(batch_size=size)
-    resumed = _join(config, two, _json(after))
-    assert _example_numbers(resumed) == _example_numbers(expected[cut:])
-    assert [batch[2:] for batch in resumed] == [batch[2:] for batch in expected[cut:]]
+    _same_examples(_join(config, two, _json(joined[cut - 1][3]) if cut else START), joined[cut:])
 
 
-@pytest.mark.parametrize("kind", ["examples", "batches", "placed"])
-@pytest.mark.parametrize("size", [1, 5, 7])
-def test_padded_batches_of_streams_of_any_size_have_the_same_examples_on_every_layout(kind, size):
-    config = SOURCES[kind](23, size, epochs=2)
-    expected = _join(config, _single_process(1))
-    for shares in (_single_process(3), _views([ProcessShare((0, 2), 4), ProcessShare((1, 3), 4)])):
-        for number, position in enumerate([START, *(batch[3] for batch in expected)]):
-            joined = _join(config, shares, _json(position))
-            assert _example_numbers(joined) == _example_numbers(expected[number:])
-            assert [batch[2:] for batch in joined] == [batch[2:] for batch in expected[number:]]
+@pytest.mark.parametrize("kind", SOURCES)
+@hypothesis.settings(few, max_examples=25)
+@hypothesis.given(layouts(), layouts(), st.integers(1, 12), counts, remainders, st.data())
+def test_source_of_any_kind_gives_every_layout_the_batches_of_arrays_and_is_resumed_on_another(
+    kind, one, two, each, count, remainder, data
+):
+    size = each if remainder == "pad" else math.lcm(one[0].num_replicas, two[0].num_replicas)
+    hypothesis.assume(count >= size)  # the first batch of a stream determines the batch size
+    options = dict(remainder=remainder, epochs=2, warn=lambda messages: None)
+    config = SOURCES[kind](count, size, **options)
+    joined = _join(config, _of_one_process(one))
+    expected = _join(_config(_arrays(count), size, **options), _single_process(1))
+    chex.assert_trees_all_equal(_unpadded(joined), _unpadded(expected), strict=True)
+    cut = data.draw(st.integers(0, len(joined)))
+    position = _json(joined[cut - 1][3]) if cut else START
+    _same_examples(_join(config, _of_one_process(two), position), joined[cut:])
 
 
 @few
 @hypothesis.given(
-    st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 8), st.integers(6, 20)
+    st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(6, 20),
+    st.booleans(),
+    seeds,
+    st.data(),
 )
-def test_padded_batches_of_sharded_files_of_any_size_have_each_example_once(sizes, shards, replicas, size):
-    shards = min(shards, len(sizes))
-    start = START._replace(shards=shards)
-    joined = _join(_files(sizes, size), _single_process(replicas), start)
-    expected = _join(_files(sizes, size), _single_process(1), start)
-    assert _example_numbers(joined) == _example_numbers(expected)
-    assert sorted(sum(_example_numbers(joined), [])) == list(range(sum(sizes)))
+def test_sharded_files_have_each_example_once_per_epoch_on_any_replicas_and_when_resumed_on_others(
+    sizes, shards, one, two, size, shuffle, seed, data
+):
+    config = _files(sizes, size, shuffle=shuffle, seed=seed, epochs=2)
+    start = START._replace(shards=min(shards, len(sizes)), batch_size=size)
+    joined = _join(config, _single_process(one), start)
+    for epoch in range(2):
+        epoch_batches = [batch for batch in joined if batch[3].epoch == epoch]
+        assert sorted(sum(_example_numbers(epoch_batches), [])) == list(range(sum(sizes)))
+        assert sum(weights.sum() for _, weights, *_ in epoch_batches) == sum(sizes)
+    cut = data.draw(st.integers(0, len(joined)))
+    _same_examples(_join(config, _single_process(two), _json(joined[cut - 1][3]) if cut else start), joined[cut:])
 
 
 @few
@@ -292,105 +290,10 @@ def test_batches_of_fewer_examples_than_one_batch_with_drop_are_refused(shares, 
         _join(_config(_arrays(count), size, remainder="drop"), shares)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_batches_of_fewer_examples_than_replicas_have_each_once(count, processes):
-    shares = [ProcessShare(tuple(range(p, 8, processes)), 8, p, processes) for p in range(processes)]
-    ((rows, weights, examples, _),) = _join(_config(_arrays(count), 8), shares)
-    assert rows["number"].tolist() == list(range(count)) + [0] * (8 - count)
-    assert weights.tolist() == [1.0] * count + [0.0] * (8 - count)
-    assert examples == count
-
-
 def test_padding_repeats_the_first_example_of_its_batch():
     shares = [ProcessShare((1,), 2, 0, 2), ProcessShare((0,), 2, 1, 2)]
     _, (rows, *_) = _join(_config(_arrays(9), 6, shuffle=True), shares)
     assert rows["number"].tolist() == rows["number"][:3].tolist() + [rows["number"][0]] * 3
-
-
-SOURCES = {
-    "arrays": lambda count, size, **options: _config(_arrays(count), size, **options),
-    "examples": lambda count, size, **options: _config(_Stream(count), size, **options),
-    "batches": lambda count, size, **options: _config(_Stream(count, size), None, **options),
-    "placed": lambda count, size, **options: _config(_Placed(count), size, **options),
-}
-
-
-def _views(shares):
-    """Returns the shares as shares of a single process, for a source that is the same on all processes."""
-    return [ProcessShare(share.replicas, share.num_replicas) for share in shares]
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-@hypothesis.settings(few, max_examples=25)
-@hypothesis.given(layouts_and_batch(), counts, remainders)
-def test_shared_source_of_any_kind_gives_every_layout_the_same_batches(kind, layouts, count, remainder):
-    one, two, size = layouts
-    hypothesis.assume(count >= size)  # the first batch of a stream determines the batch size
-    config = SOURCES[kind](count, size, remainder=remainder, epochs=2, warn=lambda messages: None)
-    expected = _join(_config(_arrays(count), size, remainder=remainder, epochs=2), _single_process(1))
-    for shares in (one, two):
-        joined = _join(config, _views(shares))
-        assert _example_numbers(joined) == _example_numbers(expected)
-        assert [batch[1].tolist() for batch in joined] == [batch[1].tolist() for batch in expected]
-        full = [(rows, other) for (rows, w, *_), (other, *_) in zip(joined, expected, strict=True) if w.all()]
-        for rows, other in full:
-            chex.assert_trees_all_equal(rows, other, strict=True)
-
-
-@few
-@hypothesis.given(layouts_and_batch(), counts, st.booleans(), seeds, remainders, epochs, st.data())
-def test_batches_of_arrays_resumed_at_any_position_on_any_layout_continue_exactly(
-    layouts, count, shuffle, seed, remainder, epochs, data
-):
-    one, two, size = layouts
-    hypothesis.assume(remainder == "pad" or count >= size)
-    config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
-    whole = _join(config, one)
-    cut = data.draw(st.integers(0, len(whole)))
-    after = whole[cut - 1][3] if cut else START._replace(batch_size=size)
-    _same(_join(config, two, _json(after)), whole[cut:])
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_batches_of_any_source_resumed_at_every_position_continue_exactly(kind):
-    config = SOURCES[kind](27, 6, epochs=2)
-    whole = _join(config, _single_process(2))
-    assert len(whole) == 10
-    positions = [START, *(batch[3] for batch in whole)]
-    for number, position in enumerate(positions):
-        for shares in (_single_process(1), _single_process(3), [ProcessShare((1, 2), 3), ProcessShare((0,), 3)]):
-            joined = _join(config, shares, _json(position))
-            # The padding is another example where the source is not read from the beginning.
-            assert _example_numbers(joined) == _example_numbers(whole[number:])
-            assert [batch[2:] for batch in joined] == [batch[2:] for batch in whole[number:]]
-            assert [batch[1].tolist() for batch in joined] == [batch[1].tolist() for batch in whole[number:]]
-
-
-def test_resumed_function_of_the_step_is_called_with_the_next_steps():
-    steps = []
-
-    def source(step):
-        steps.append(step)
-        return {"number": np.arange(step * 4, step * 4 + 4, dtype=np.int32)}
-
-    config = _config(source, None, epochs=None)
-    first = list(itertools.islice(read_batches(config, ProcessShare((0, 1), 2), START), 3))
-    assert steps == [0, 1, 2]
-    resumed = next(read_batches(config, ProcessShare((0,), 1), _json(first[-1].position)))
-    assert steps == [0, 1, 2, 3]
-    assert resumed.rows["number"].tolist() == [[12, 13, 14, 15]]
-
-
-def test_stream_that_reports_its_position_is_not_read_from_the_beginning():
-    source = _Placed(20)
-    config = _config(source, 4)
-    position = list(itertools.islice(read_batches(config, ProcessShare((0,), 1), START._replace(batch_size=4)), 2))[
-        -1
-    ].position
-    source.begun.clear()
-    assert sum(_example_numbers(_join(config, _single_process(2), _json(position))), []) == list(range(8, 20))
-    assert source.begun == list(range(8, 20))
 
 
 def test_position_of_a_stream_whose_state_changes_in_place_is_a_copy():
@@ -399,45 +302,6 @@ def test_position_of_a_stream_whose_state_changes_in_place_is_a_copy():
     for number, (*_, after) in enumerate(joined):
         resumed = _join(_config(_Placed(20), 4), _single_process(1), after)
         assert _example_numbers(resumed) == _example_numbers(joined[number + 1 :])
-
-
-@few
-@hypothesis.given(
-    st.lists(st.integers(1, 12), min_size=1, max_size=6),
-    st.integers(1, 6),
-    st.sampled_from([1, 2, 3, 4, 8]),
-    st.integers(1, 2),
-    st.booleans(),
-    seeds,
-    epochs,
-)
-def test_sharded_files_have_each_example_once_and_weights_count_them(
-    sizes, shards, replicas, each, shuffle, seed, epochs
-):
-    shards, size = min(shards, len(sizes)), 24 * each
-    config = _files(sizes, size, shuffle=shuffle, seed=seed, epochs=epochs)
-    joined = _join(config, _single_process(replicas), START._replace(shards=shards))
-    _same(joined, _join(config, _single_process(1), START._replace(shards=shards)))
-    for epoch in range(epochs):
-        epoch_batches = [batch for batch in joined if batch[3].epoch == epoch]
-        assert sorted(sum(_example_numbers(epoch_batches), [])) == list(range(sum(sizes)))
-        assert sum(weights.sum() for _, weights, *_ in epoch_batches) == sum(sizes)
-
-
-@few
-@hypothesis.given(
-    st.lists(st.integers(1, 12), min_size=2, max_size=6), st.integers(1, 4), st.booleans(), seeds, st.data()
-)
-def test_sharded_files_resumed_on_another_number_of_replicas_continue_exactly(sizes, shards, shuffle, seed, data):
-    shards = min(shards, len(sizes))
-    config = _files(sizes, 12, shuffle=shuffle, seed=seed, epochs=2)
-    start = START._replace(shards=shards, batch_size=12)
-    whole = _join(config, _single_process(3), start)
-    cut = data.draw(st.integers(0, len(whole)))
-    joined = _join(config, _single_process(4), _json(whole[cut - 1][3] if cut else start))
-    assert _example_numbers(joined) == _example_numbers(whole[cut:])
-    assert [batch[1].tolist() for batch in joined] == [batch[1].tolist() for batch in whole[cut:]]
-    assert [batch[2:] for batch in joined] == [batch[2:] for batch in whole[cut:]]
 
 
 def test_sharded_files_are_assigned_round_robin():
@@ -468,21 +332,6 @@ def test_stream_that_drops_examples_warns_with_their_number_in_the_first_epoch()
     assert "dropped 3 examples of the first epoch, which do not fill a batch of 4" in message
 
 
-def test_stream_of_batches_resumed_on_replicas_that_cannot_split_them_is_refused():
-    config = _config(_Stream(18, 6), None, remainder="drop")
-    first = next(read_batches(config, ProcessShare((0, 1), 2), START))
-    with pytest.raises(ValueError, match=r"batch of 6 examples cannot be split over 4 replicas \(2 left over\)"):
-        next(read_batches(config, ProcessShare((0, 1, 2, 3), 4), _json(first.position)))
-
-
-@pytest.mark.parametrize("before, now", [(1, 2), (1, 4), (2, 4), (4, 1), (3, 2), (4, 8)])
-def test_padded_stream_of_batches_resumed_on_other_replicas_has_every_remaining_example(before, now):
-    config = _config(_Stream(15, 5), None)
-    first = next(read_batches(config, ProcessShare(tuple(range(before)), before), START))
-    rest = _join(config, _single_process(now), _json(first.position))
-    assert _example_numbers(rest) == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
-
-
 def test_source_shorter_in_a_later_epoch_ends_it_earlier():
     lengths = iter([8, 4])
 
@@ -492,56 +341,6 @@ def test_source_shorter_in_a_later_epoch_ends_it_earlier():
 
     joined = _join(_config(Shrinking(), 4, epochs=2), _single_process(2))
     assert [(batch[3].epoch, batch[3].batch) for batch in joined] == [(0, 1), (0, 2), (1, 1)]
-
-
-def test_source_without_examples_in_a_later_epoch_is_refused_with_the_epoch():
-    lengths = iter([4, 0])
-
-    class Emptied:
-        def __iter__(self):
-            return iter(_Stream(next(lengths)))
-
-    with pytest.raises(ValueError, match=r"no examples in epoch 1, but did in the one before.*`__iter__`"):
-        _join(_config(Emptied(), 4, epochs=2), _single_process(2))
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_examples_in_a_reused_buffer_are_copied(replicas):
-    class Buffer:
-        def __iter__(self):
-            buffer = np.zeros(2, np.float32)
-            for i in range(12):
-                buffer[:] = i
-                yield {"x": buffer, "number": i}
-
-    joined = _join(_config(Buffer(), 6), _single_process(replicas))
-    for rows, *_ in joined:
-        np.testing.assert_array_equal(rows["x"][:, 0], rows["number"])
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_batches_in_a_reused_buffer_are_copied(replicas):
-    class Buffer:
-        def __iter__(self):
-            buffer = np.zeros(6, np.float32)
-            for i in range(4):
-                buffer[:] = i
-                yield buffer
-
-    joined = _join(_config(Buffer(), None), _single_process(replicas))
-    assert [rows.tolist() for rows, *_ in joined] == [[float(i)] * 6 for i in range(4)]
-
-
-def test_replica_batches_in_a_reused_buffer_are_copied():
-    class Buffer:
-        def __iter__(self):
-            buffer = np.zeros(2, np.float32)
-            for i in range(6):
-                buffer[:] = i
-                yield buffer
-
-    config = _config(Buffer(), None, own_source=True, replica_batches=True)
-    assert [rows.tolist() for rows, *_ in _join(config, _single_process(3))] == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
 
 
 @few

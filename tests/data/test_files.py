@@ -1,7 +1,6 @@
 """Examples in files: the order of reading, resuming, and errors with the path."""
 
 import itertools
-import json
 import pathlib
 import traceback
 
@@ -13,10 +12,9 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import jdist
 from jdist.data import Files
 
-from laws import STRATEGIES, Numbered, each_row
+from laws import STRATEGIES, Numbered, assert_resumes_at_every_batch, each_row, example_numbers
 
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
-every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 COUNTS = [5, 0, 7, 1, 300, 12]  # examples per file: none, fewer than a batch, more than a chunk
 EDGES = np.cumsum([0, *COUNTS]).tolist()
 BATCH = 30
@@ -72,7 +70,6 @@ READERS = {
     "records_as_stream": (_save_records, lambda path: _records(path).to_iter_dataset()),
 }
 BY_NUMBER = {name: READERS[name] for name in ("npy", "npy_mapped", "list_of_text", "records")}
-every_reader = pytest.mark.parametrize("save, read", READERS.values(), ids=READERS)
 every_reader_by_number = pytest.mark.parametrize("save, read", BY_NUMBER.values(), ids=BY_NUMBER)
 
 
@@ -88,32 +85,37 @@ def _files(folder, save, read, counts=COUNTS):
     return Files(paths, read)
 
 
-def _numbers(elements):
-    read_numbers = []
-    for element in elements:
-        batch, weights = element if isinstance(element, tuple) else (element, None)
-        keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
-        read_numbers.append(np.asarray(batch.tree).ravel()[keep].tolist())
-    return read_numbers
+POSITIONED = {
+    **{name: (*reader, False) for name, reader in READERS.items()},
+    **{f"{name}_shuffled": (*reader, True) for name, reader in BY_NUMBER.items()},
+}
+
+
+@pytest.mark.parametrize("save, read, shuffle", POSITIONED.values(), ids=POSITIONED)
+def test_files_yield_their_examples_once_per_epoch_and_resume_within_files_at_every_batch(
+    save, read, shuffle, two, tmp_path
+):
+    options = dict(batch_size=6, shuffle=shuffle, epochs=2)
+    counts = [5, 0, 7, 1, 12]
+    files = _files(tmp_path, save, read, counts)
+    padding = lambda strategy: strategy.distribute_dataset(files, remainder="pad", **options)
+    read_numbers = assert_resumes_at_every_batch(padding, two, REPLICAS.values())
+    cut = [list(range(i, min(i + 6, 25))) for i in range(0, 25, 6)]
+    assert shuffle or read_numbers == cut * 2
+    assert sorted(sum(read_numbers[:5], [])) == sorted(sum(read_numbers[5:], [])) == list(range(25))
+    if not shuffle:
+        dropping = two.distribute_dataset(_files(tmp_path, save, read), BATCH, epochs=2)
+        assert sum(example_numbers(dropping), []) == ALL[: len(ALL) // BATCH * BATCH] * 2
 
 
 def _file_of(number):
     return next(i for i, edge in enumerate(EDGES[1:]) if number < edge)
 
 
-@every_reader
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_files_yield_their_examples_once_and_in_order(save, read, remainder, two, tmp_path):
-    dataset = two.distribute_dataset(_files(tmp_path, save, read), BATCH, epochs=2, remainder=remainder)
-    cut = [ALL[i : i + BATCH] for i in range(0, len(ALL), BATCH)]
-    assert len(cut[-1]) < BATCH
-    assert _numbers(dataset) == (cut if remainder == "pad" else cut[:-1]) * 2
-
-
 @every_reader_by_number
 def test_shuffled_files_are_read_completely_in_another_order_each_epoch(save, read, two, tmp_path):
     files = _files(tmp_path, save, read)
-    batches = _numbers(two.distribute_dataset(files, BATCH, shuffle=True, epochs=2, remainder="pad"))
+    batches = example_numbers(two.distribute_dataset(files, BATCH, shuffle=True, epochs=2, remainder="pad"))
     first, second = sum(batches[: len(batches) // 2], []), sum(batches[len(batches) // 2 :], [])
     assert sorted(first) == sorted(second) == ALL
     assert first != second
@@ -132,7 +134,7 @@ def test_order_of_shuffled_files_depends_on_the_seed_and_not_on_the_replicas(tmp
 
     def order(name, seed):
         dataset = REPLICAS[name].distribute_dataset(files, BATCH, shuffle=True, seed=seed, remainder="pad")
-        return str(_numbers(dataset))
+        return str(example_numbers(dataset))
 
     assert len({order(name, 1) for name in REPLICAS}) == 1
     assert len({order("one_device", seed) for seed in range(5)}) == 5
@@ -140,32 +142,9 @@ def test_order_of_shuffled_files_depends_on_the_seed_and_not_on_the_replicas(tmp
 
 def test_shuffled_files_of_equal_length_have_different_orders(two, tmp_path):
     files = _files(tmp_path, _save_npy, np.load, [20] * 4)
-    (read_numbers,) = _numbers(two.distribute_dataset(files, 80, shuffle=True))
+    (read_numbers,) = example_numbers(two.distribute_dataset(files, 80, shuffle=True))
     within = {tuple(number % 20 for number in read_numbers[i : i + 20]) for i in range(0, 80, 20)}
     assert len(within) == 4
-
-
-POSITIONED = {
-    **{name: (*reader, False) for name, reader in READERS.items()},
-    **{f"{name}_shuffled": (*reader, True) for name, reader in BY_NUMBER.items()},
-}
-
-
-@pytest.mark.parametrize("goes_on", REPLICAS)
-@pytest.mark.parametrize("save, read, shuffle", POSITIONED.values(), ids=POSITIONED)
-def test_position_resumes_within_files_at_every_batch(save, read, shuffle, goes_on, two, tmp_path):
-    files = _files(tmp_path, save, read, [5, 0, 7, 1, 12])
-    options = dict(batch_size=6, shuffle=shuffle, epochs=2, remainder="pad")
-    iterator = iter(two.distribute_dataset(files, **options))
-    states, read_numbers = [json.dumps(iterator.get_state())], []
-    for element in iterator:
-        read_numbers += _numbers([element])
-        states.append(json.dumps(iterator.get_state()))
-    assert sorted(sum(read_numbers, [])) == sorted([*range(25)] * 2)
-    for taken, state in enumerate(states):
-        resumed = iter(REPLICAS[goes_on].distribute_dataset(files, **options))
-        resumed.set_state(json.loads(state))
-        assert _numbers(resumed) == read_numbers[taken:]
 
 
 def test_each_file_is_opened_once_per_epoch_and_when_it_is_needed(one, tmp_path):
@@ -178,7 +157,7 @@ def test_each_file_is_opened_once_per_epoch_and_when_it_is_needed(one, tmp_path)
     iterator = iter(one.distribute_dataset(_files(tmp_path, _save_npy, read), BATCH, epochs=2, prefetch=0))
     next(iterator)
     assert opened == [f"part-{i}.npy" for i in range(5)]  # and not the last one
-    _numbers(iterator)
+    example_numbers(iterator)
     assert opened == [f"part-{i}.npy" for i in range(6)] * 2
 
 
@@ -206,12 +185,12 @@ def test_files_of_batches_are_concatenated(remainder, two, tmp_path):
     files = _files(tmp_path, _save_npy, read, [8, 0, 4, 6])
     dataset = two.distribute_dataset(files, None, epochs=2, remainder=remainder)
     whole = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17]]
-    assert _numbers(dataset) == (whole if remainder == "pad" else whole[:-1]) * 2
+    assert example_numbers(dataset) == (whole if remainder == "pad" else whole[:-1]) * 2
 
 
 def test_indexed_batches_in_files_are_shuffled_as_batches(two, tmp_path):
     files = _files(tmp_path, _save_records, lambda path: _records(path).batch(4), [24, 24])
-    read_numbers = _numbers(two.distribute_dataset(files, None, shuffle=True, seed=1))
+    read_numbers = example_numbers(two.distribute_dataset(files, None, shuffle=True, seed=1))
     assert read_numbers != sorted(read_numbers)
     assert sorted(read_numbers) == [list(range(i, i + 4)) for i in range(0, 48, 4)]
 
@@ -273,7 +252,7 @@ def test_error_of_the_reader_has_its_traceback_and_the_path(read, says, whole, p
     files = _files(tmp_path, _save_text, read)
     received = []
     with pytest.raises(Broken, match=f"^{says}") as error:
-        received.extend(_numbers([batch])[0] for batch in two.distribute_dataset(files, 2, prefetch=prefetch))
+        received.extend(example_numbers([batch])[0] for batch in two.distribute_dataset(files, 2, prefetch=prefetch))
     assert received == [[2 * i, 2 * i + 1] for i in range(whole)]  # the batches before it
     assert error.value.__notes__ == [f"while reading {tmp_path / 'part-2'}"]
     functions = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
@@ -288,31 +267,74 @@ def test_missing_file_is_named(two, tmp_path):
     assert error.value.__notes__ == [f"while reading {tmp_path / 'no.npy'}"]
 
 
+def _batches_of_the_step(path):
+    return lambda step: np.zeros((2, 3), np.float32)
+
+
+# What reads the file, the batch size, and the error, which names the file.
 NO_EXAMPLES = {
-    "nothing": (lambda path: None, r"The data source contains no arrays"),
-    "number": (lambda path: 5, r"The source is int, which is not supported"),
-    "text": (lambda path: "1 2 3", r"The source is '1 2 3'"),
-    "lengths": (lambda path: (np.zeros(3), np.zeros(4)), r"source\[0\] has 3 rows but source\[1\] has 4"),
-    "words": (lambda path: np.array(["a", "b"]), r"source is <U1\[2\], a dtype that JAX does not support"),
+    "nothing": (lambda path: None, 2, r"The data source contains no arrays"),
+    "number": (lambda path: 5, 2, r"The source is int, which is not supported"),
+    "text": (lambda path: "1 2 3", 2, r"The source is '1 2 3'"),
+    "lengths": (lambda path: (np.zeros(3), np.zeros(4)), 2, r"source\[0\] has 3 rows but source\[1\] has 4"),
+    "words": (lambda path: np.array(["a", "b"]), 2, r"source is <U1\[2\], a dtype that JAX does not support"),
     "objects": (
         lambda path: np.array([[1], [1, 2]], object),
+        2,
         r"source is object\[2\]: its rows have different lengths",
     ),
-    "too_large": (lambda path: np.array([2**40]), r"source holds 1099511627776, which is out of the range of int32"),
+    "too_large": (lambda path: np.array([2**40]), 2, r"source holds 1099511627776, which is out of the range of int32"),
+    "no_size": (lambda path: np.zeros(4), None, r"Pass the number of examples per batch: `batch_size=64`"),
+    "batches": (_batches_of_the_step, 2, r"`read` returns batches, not examples\. .*`batch_size=None`"),
 }
 
 
-@each_row("read, says", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
-def test_file_without_examples_is_refused_with_the_path(read, says, two):
+@each_row("auto_shard", ["data", "file"])
+@each_row("read, batch_size, says", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
+def test_file_without_examples_is_refused_with_the_path(read, batch_size, says, auto_shard, two):
     with pytest.raises(ValueError, match=says) as error:
-        next(iter(two.distribute_dataset(Files(["here"], read), 2)))
+        next(iter(two.distribute_dataset(Files(["here"], read), batch_size, auto_shard=auto_shard)))
     assert error.value.__notes__ == ["while reading here"]
 
 
-def test_file_of_arrays_without_batch_size_is_refused_with_the_path(two):
-    with pytest.raises(ValueError, match=r"Pass the number of examples per batch: `batch_size=64`") as error:
-        next(iter(two.distribute_dataset(Files(["here"], lambda path: np.zeros(4)), None)))
-    assert error.value.__notes__ == ["while reading here"]
+DIFFERENT = {
+    4: r"source\['x'\] as float64\[4\] per row, expected float64\[3\] in batch 2 of epoch 0",
+    6: r"source\['x'\] has the shape \[4\] in example 2 in batch 1 of epoch 0, but \[3\] in the first",
+}
+
+
+@each_row("batch_size, says", DIFFERENT.items())
+def test_files_that_differ_are_refused_with_leaf_and_batch(batch_size, says, two):
+    files = Files([3, 3, 4], lambda size: {"x": np.zeros((4, size))})
+    with pytest.raises(ValueError, match=says):
+        list(two.distribute_dataset(files, batch_size))
+
+
+NO_LIST = r"`paths` must be a list of paths, got "
+REFUSED = {
+    "no_paths": ([], np.load, ValueError, r"`paths` is empty\. Pass at least one path"),
+    "no_paths_in_an_iterator": (iter([]), np.load, ValueError, r"`paths` is empty\. Pass at least one path"),
+    "text": ("a.npy", np.load, TypeError, NO_LIST + r".*a\.npy.*\. Write `\['a\.npy'\]`"),
+    "path": (pathlib.Path("a.npy"), np.load, TypeError, NO_LIST + r".*a\.npy.*\. Write `\['a\.npy'\]`"),
+    "number": (5, np.load, TypeError, NO_LIST),
+    "none": (None, np.load, TypeError, NO_LIST),
+    "bytes": (b"a.npy", np.load, TypeError, NO_LIST),
+    **{
+        f"reader_{read}": (
+            ["a"],
+            read,
+            TypeError,
+            r"`read` must be a function from a path to the examples of that file, got ",
+        )
+        for read in (None, "npy", 5)
+    },
+}
+
+
+@each_row("paths, read, error, says", REFUSED.values(), ids=REFUSED)
+def test_invalid_files_are_refused(paths, read, error, says):
+    with pytest.raises(error, match=says):
+        Files(paths, read)
 
 
 def test_empty_files_are_refused(two, tmp_path):
@@ -322,68 +344,15 @@ def test_empty_files_are_refused(two, tmp_path):
             next(iter(dataset))
 
 
-def test_files_that_differ_are_refused_with_leaf_and_batch(two):
-    sizes = {"a": 3, "b": 3, "c": 4}
-    dataset = two.distribute_dataset(Files(list(sizes), lambda path: {"x": np.zeros((4, sizes[path]))}), 4)
-    with pytest.raises(
-        ValueError, match=r"source\['x'\] as float64\[4\] per row, expected float64\[3\] in batch 2 of epoch 0"
-    ):
-        list(dataset)
-    dataset = two.distribute_dataset(Files(list(sizes), lambda path: {"x": np.zeros((4, sizes[path]))}), 6)
-    with pytest.raises(
-        ValueError,
-        match=r"source\['x'\] has the shape \[4\] in example 2 in batch 1 of epoch 0, but \[3\] in the first",
-    ):
-        list(dataset)
-
-
-def test_files_without_paths_are_refused():
-    for paths in ([], (), iter([])):
-        with pytest.raises(ValueError, match=r"`paths` is empty\. Pass at least one path"):
-            Files(paths, np.load)
-
-
-@each_row("path", ["a.npy", pathlib.Path("a.npy")])
-def test_single_path_is_refused_with_the_fix(path):
-    with pytest.raises(TypeError, match=r"`paths` must be a list of paths, got .*a\.npy.*\. Write `\['a\.npy'\]`"):
-        Files(path, np.load)
-
-
-@each_row("paths", [5, None, b"a.npy"])
-def test_paths_that_are_not_a_list_are_refused(paths):
-    with pytest.raises(TypeError, match=r"`paths` must be a list of paths, got "):
-        Files(paths, np.load)
-
-
-@each_row("read", [None, "npy", 5])
-def test_reader_that_is_not_a_function_is_refused(read):
-    with pytest.raises(TypeError, match=r"`read` must be a function from a path to the examples of that file, got "):
-        Files(["a"], read)
-
-
 def test_paths_may_be_any_iterable_and_are_stored_as_a_tuple(tmp_path, two):
     _save_npy(tmp_path / "0.npy", range(4))
     files = Files(tmp_path.glob("*.npy"), np.load)
     assert files.paths == (tmp_path / "0.npy",)
     for _ in range(2):
-        assert _numbers(two.distribute_dataset(files, 4)) == [[0, 1, 2, 3]]
-
-
-def test_number_of_batches_of_files_is_unknown(two, tmp_path):
-    with pytest.raises(TypeError, match="The number of batches is unknown before the source is read"):
-        len(two.distribute_dataset(_files(tmp_path, _save_npy, np.load), BATCH))
+        assert example_numbers(two.distribute_dataset(files, 4)) == [[0, 1, 2, 3]]
 
 
 def test_single_process_reads_all_files_under_every_policy(two, tmp_path):
     files = _files(tmp_path, _save_npy, np.load, [4, 4])
     for policy in ("auto", "FILE", "data", "off", jdist.data.AutoShardPolicy.FILE):
-        assert _numbers(two.distribute_dataset(files, 4, auto_shard=policy)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-@each_row("shards", ["data", "file"])
-def test_reader_of_batches_with_a_batch_size_is_refused_with_the_fix(shards):
-    files = jdist.data.Files(["a"], lambda path: lambda step: np.zeros((2, 3), np.float32))
-    dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(files, 2, auto_shard=shards)
-    with pytest.raises(ValueError, match=r"`read` returns batches, not examples\. .*`batch_size=None`") as raised:
-        next(iter(dataset))
-    assert raised.value.__notes__ == ["while reading a"]
+        assert example_numbers(two.distribute_dataset(files, 4, auto_shard=policy)) == [[0, 1, 2, 3], [4, 5, 6, 7]]

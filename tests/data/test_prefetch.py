@@ -1,21 +1,15 @@
 """Prefetching of items, in a thread or inline."""
 
 import gc
-import itertools
 import threading
 import time
 import traceback
-import weakref
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
-import numpy as np
 import pytest
 
 from jdist._src.data.prefetch import Inline, Threaded
-
-from laws import each_row
 
 few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 PATIENCE = 30  # seconds until a test fails
@@ -81,40 +75,6 @@ def test_items_are_returned_in_order(kind, count, depth):
     items.close()
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_items_without_prefetch_are_returned_in_order(count):
-    log = []
-    items = Inline(_making(count, log=log), 0)
-    for number in range(count):
-        assert (items.ready(), log) == (False, list(range(number)))
-        assert items.take() == number
-    assert _taken(items) == []
-    assert log == [*range(count), "closed"]
-
-
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_thread_makes_at_most_depth_items_ahead(depth):
-    made, allowed, late = itertools.count(), [depth], []
-
-    def make(stopped):
-        for number in made:
-            if number >= allowed[0]:
-                late.append((number, allowed[0]))
-            reached[0] = number + 1
-            yield number
-
-    reached = [0]
-    items = Threaded(make, depth)
-    for number in range(20):
-        _until(lambda number=number: reached[0] == number + depth)
-        allowed[0] += 1
-        assert items.take() == number
-    _until(lambda: reached[0] == 20 + depth)
-    items.close()
-    assert late == []
-    assert reached[0] == 20 + depth
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_inline_makes_at_most_depth_items_ahead(depth):
     log = []
@@ -137,29 +97,6 @@ def test_error_is_raised_once_after_the_items_before_it(kind, count, depth):
     assert caught.value is error
     assert traceback.extract_tb(error.__traceback__)[-1].name == "make"
     assert _taken(items) == []
-    items.close()
-
-
-@each_row("error", [_MakerError("x"), KeyboardInterrupt(), SystemExit(1)])
-@each_row("depth", [1, 3])
-def test_error_of_any_kind_in_the_thread_is_raised_in_take(error, depth):
-    items = Threaded(_making(2, error), depth)
-    assert [items.take(), items.take()] == [0, 1]
-    with pytest.raises(type(error)) as caught:
-        items.take()
-    assert caught.value is error
-    assert _taken(items) == []
-
-
-@every_kind
-def test_error_before_the_first_item_is_raised_immediately(kind):
-    def make(stopped):
-        raise _MakerError("at once")
-        yield
-
-    items = kind(make, 2)
-    with pytest.raises(_MakerError, match="at once"):
-        items.take()
     items.close()
 
 
@@ -223,14 +160,6 @@ def test_close_at_any_time_ends_the_items_and_can_be_repeated(kind, depth, taken
     assert _taken(items) == []
 
 
-@every_kind
-def test_close_after_a_pending_error_does_not_raise(kind):
-    items = kind(_making(1, _MakerError("never seen")), 3)
-    assert items.take() == 0
-    items.close()
-    assert _taken(items) == []
-
-
 def test_close_while_an_item_is_made_waits_for_it_and_closes_the_generator():
     busy, go, log = threading.Event(), threading.Event(), []
 
@@ -271,52 +200,6 @@ def test_generator_that_polls_should_stop_ends_when_the_items_are_deleted():
     assert len(_threads()) == 1
     del items
     _until(lambda: not _threads())
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("taken", [0, 2])
-def test_deleted_items_end_their_thread_and_generator(depth, taken):
-    log = []
-    items = Threaded(_making(10**6, log=log), depth)
-    for _ in range(taken):
-        items.take()
-    gone = weakref.ref(items)
-    del items
-    assert gone() is None
-    _until(lambda: not _threads())
-    assert log[-1:] == ["closed"] or log == []
-
-
-def test_many_threads_left_in_every_way_end():
-    kept = []
-    for number in range(60):
-        items = Threaded(_making(5, _MakerError() if number % 2 else None), 1 + number % 3)
-        if number % 5 > 1:
-            items.take()
-        if number % 5 > 2:
-            items.close()
-        if number % 5 == 4:
-            kept.append(items)
-    del items
-    _until(lambda: not _threads())
-    assert all(_taken(items) == [] for items in kept)
-
-
-def test_finished_thread_ends_while_the_items_are_referenced():
-    items = Threaded(_making(2), 5)
-    _until(lambda: not _threads())
-    assert _taken(items) == [0, 1]
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_thread_has_the_x64_setting_of_its_creator(keeps):
-    def make(stopped):
-        yield jax.numpy.zeros((), np.float64 if keeps else np.float32).dtype
-        yield jax.dtypes.canonicalize_dtype(np.float64)
-
-    with jax.enable_x64(keeps):
-        items = Threaded(make, 1)
-    assert _taken(items) == [np.float64 if keeps else np.float32] * 2
 
 
 def test_two_consumer_threads_share_the_items():
