@@ -170,19 +170,24 @@ def test_numbers_in_another_byte_order_are_equal(dtype, strategy):
         assert np.asarray(batch).ravel().tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("value, dtype", [(1, "int32"), (0.5, "float32"), (True, "bool"), (1j, "complex64")])
-def test_python_numbers_as_examples_have_the_default_dtype_of_jax(value, dtype, two, caplog):
-    for source in (Again(value, value), Again({"x": value}, {"x": value})):
-        (batch,) = _all(two.distribute_dataset(source, 2))
-        (leaf,) = jax.tree.leaves(batch)
-        assert (leaf.dtype, leaf.tolist()) == (dtype, [[value], [value]])
+PYTHON_NUMBERS = {
+    "int": ([1, 1], np.int32, np.int64),
+    "float": ([0.5, 0.5], np.float32, np.float64),
+    "bool": ([True, True], np.bool_, np.bool_),
+    "complex": ([1j, 1j], np.complex64, np.complex128),
+    "mixed": ([1, 2.5], np.float32, np.float64),
+}
+
+
+@each_row("values, dtype, wide_dtype", PYTHON_NUMBERS.values(), ids=PYTHON_NUMBERS)
+def test_python_numbers_as_examples_have_the_default_dtype_of_jax(values, dtype, wide_dtype, two, caplog):
+    for examples in (values, [{"x": value} for value in values]):
+        for x64, expected in ((False, dtype), (True, wide_dtype)):
+            with jax.enable_x64(x64):
+                (batch,) = _all(two.distribute_dataset(Again(*examples), 2))
+            (leaf,) = jax.tree.leaves(batch)
+            assert (leaf.dtype, leaf.ravel().tolist()) == (expected, values)
     assert caplog.messages == []  # a Python number does not have a width
-
-
-def test_python_integers_and_floats_mixed_are_floats_without_a_warning(two, caplog):
-    (batch,) = _all(two.distribute_dataset(Again(1, 2.5), 2))
-    assert (batch.dtype, batch.tolist()) == (np.float32, [[1.0], [2.5]])
-    assert caplog.messages == []
 
 
 def test_scalars_and_empty_rows_are_unchanged(two):
@@ -209,32 +214,18 @@ WIDE = {
 
 
 @pytest.mark.parametrize("make", WIDE.values(), ids=WIDE)
-def test_float64_is_converted_with_one_warning(make, two, caplog):
+def test_float64_is_converted_with_one_warning_or_unchanged_if_x64_is_enabled(make, two, caplog):
     source, batch_size, says = make()
     with caplog.at_level(logging.WARNING, logger="jdist"):
+        with jax.enable_x64(True):
+            (leaf,) = jax.tree.leaves(_all(two.distribute_dataset(source, batch_size))[0])
+        assert leaf.dtype in (np.float64, np.complex128) and caplog.messages == []
         dataset = two.distribute_dataset(source, batch_size, epochs=2)
         for _ in range(2):
             (leaf,) = jax.tree.leaves(_all(dataset)[0])
     assert leaf.dtype in (np.float32, np.complex64)
     (message,) = caplog.messages
     assert re.match(rf"{says}: JAX converts 64-bit floats to 32 bits by default\. Pass float32 arrays", message)
-
-
-@pytest.mark.parametrize("make", WIDE.values(), ids=WIDE)
-def test_float64_is_unchanged_without_a_warning_if_x64_is_enabled(make, two, caplog):
-    source, batch_size, _ = make()
-    with jax.enable_x64(True), caplog.at_level(logging.WARNING, logger="jdist"):
-        batches = _all(two.distribute_dataset(source, batch_size))
-    assert {leaf.dtype for leaf in jax.tree.leaves(batches)} <= {np.dtype(np.float64), np.dtype(np.complex128)}
-    assert caplog.messages == []
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_python_numbers_have_64_bits_if_x64_is_enabled(prefetch, two):
-    with jax.enable_x64(True):
-        for value, dtype in ((2**40, np.int64), (1 / 3, np.float64)):
-            (batch,) = _all(two.distribute_dataset(Again(value, value), 2, prefetch=prefetch))
-            assert (batch.dtype, batch.tolist()) == (dtype, [[value], [value]])
 
 
 def test_integers_in_range_are_converted_without_a_warning(two, caplog):
@@ -268,38 +259,45 @@ def test_integers_beyond_64_bits_are_refused_by_name(two):
 # Errors.
 
 IN_FIRST = "( in batch 0 of epoch 0| in the first batch)"
+UNSUPPORTED = "a dtype that JAX does not support"
+UNSUPPORTED_DTYPES = {
+    "strings": (np.array(["a", "b", "c", "d"]), "<U1"),
+    "bytes": (np.array([b"ab"] * 4), r"\|S2"),
+    "structured": (np.zeros(4, [("a", "i4"), ("b", "f4")]), r"\[.*'a'.*\]"),
+    "dates": (np.zeros(4, "M8[s]"), r"datetime64\[s\]"),
+    "durations": (np.zeros(4, "m8[s]"), r"timedelta64\[s\]"),
+    "long_floats": (np.zeros(4, np.longdouble), "float128"),
+}
+
+
+def x(value):
+    return {"x": value}
+
+
+def _deleted():
+    array = jnp.zeros(4)
+    array.delete()
+    return array
+
+
+MASKED = np.ma.array([1.0, 2.0, 3.0, 4.0], mask=[0, 1, 0, 1])
 LENGTHS = r"object\[\d\]{}: its rows have different lengths, or are not numbers\. Pad the rows to one length"
+
+
 ARRAYS = {
+    **{
+        name: ({"a": (array,)}, rf"source\['a'\]\[0\] is {text}\[4\]{{}}, {UNSUPPORTED}\. Convert it to numbers")
+        for name, (array, text) in UNSUPPORTED_DTYPES.items()
+    },
     "lengths": (
         {"x": np.zeros((4, 2)), "y": np.zeros(3)},
         r"source\['x'\] has 4 rows but source\['y'\] has 3{}\. All arrays must have the same length: row i",
     ),
-    "ragged": ({"x": np.array([[1], [1, 2], [3], [4]], object)}, rf"source\['x'\] is {LENGTHS}"),
+    "ragged": (x(np.array([[1], [1, 2], [3], [4]], object)), rf"source\['x'\] is {LENGTHS}"),
     "objects": ([np.array([object()] * 4)], rf"source\[0\] is {LENGTHS}"),
-    "strings": (
-        {"a": {"b": np.array(["x"] * 4)}},
-        r"source\['a'\]\['b'\] is <U1\[4\]{}, a dtype that JAX does not support",
-    ),
-    "bytes": ((np.array([b"xy"] * 4),), r"source\[0\] is \|S2\[4\]{}, a dtype that JAX does not support"),
-    "structured": (
-        np.zeros(4, [("a", "i4"), ("b", "f4")]),
-        r"source is \[.*'a'.*\]\[4\]{}, a dtype that JAX does not support",
-    ),
-    "dates": (
-        {"t": np.zeros(4, "M8[s]")},
-        r"source\['t'\] is datetime64\[s\]\[4\]{}, a dtype that JAX does not support",
-    ),
-    "durations": (
-        {"t": np.zeros(4, "m8[s]")},
-        r"source\['t'\] is timedelta64\[s\]\[4\]{}, a dtype that JAX does not support",
-    ),
-    "long_floats": (
-        {"f": np.zeros(4, np.longdouble)},
-        r"source\['f'\] is float128\[4\]{}, a dtype that JAX does not support",
-    ),
     "keys": (
-        {"key": jax.random.split(jax.random.key(0), 4)},
-        r"source\['key'\] is \w+{}, which is not convertible to numpy: ",
+        x(jax.random.split(jax.random.key(0), 4)),
+        r"source\['x'\] is \w+{}, which is not convertible to numpy: ",
     ),
     "scalar": (
         {"x": np.zeros(4), "y": np.float32(1)},
@@ -309,13 +307,19 @@ ARRAYS = {
         {"x": np.zeros(4), "y": 1},
         r"source\['y'\] is 1{}, but must be an array with one row per example",
     ),
-    "ragged_list": ({"x": [[1, 2], [3], [4], [5]]}, r"source\['x'\] is object\[4\]{}: its rows have different lengths"),
+    "ragged_list": (x([[1, 2], [3], [4], [5]]), r"source\['x'\] is object\[4\]{}: its rows have different lengths"),
     "text": ({"x": np.zeros(4), "name": "train"}, r"source\['name'\] is .*{}"),
     "no_arrays": ({"x": None, "y": []}, r"The data source contains no arrays{}\. Pass an array"),
 }
+NO_SOURCES = {
+    **ARRAYS,
+    "masked": (MASKED, r"source is a MaskedArray, which is not supported\. Fill the masked elements: `x\.filled"),
+    "masked_leaf": (x(MASKED), r"source\['x'\] is .*mask"),
+    "deleted": (x(_deleted()), r"source\['x'\] is ArrayImpl.*deleted"),
+}
 
 
-@each_row("tree, says", ARRAYS.values(), ids=ARRAYS)
+@each_row("tree, says", NO_SOURCES.values(), ids=NO_SOURCES)
 def test_invalid_arrays_are_refused_by_name(tree, says, two):
     with pytest.raises(ValueError, match=says.format("")):
         _all(two.distribute_dataset(tree, 2))
@@ -329,12 +333,12 @@ def test_invalid_batches_are_refused_by_name_and_batch(tree, says, prefetch, two
             _all(two.distribute_dataset(source, 4 if callable(source) else None, prefetch=prefetch))
 
 
-def x(value):
-    return {"x": value}
-
-
 GOOD = x(np.zeros(2, np.float32))
 EXAMPLES = {
+    **{
+        name: ([x(value) for value in array[:2]], rf"source\['x'\] is {text}\[2?\]{{}}, {UNSUPPORTED}")
+        for name, (array, text) in UNSUPPORTED_DTYPES.items()
+    },
     "ragged": (
         [x(np.zeros(2, np.float32)), x(np.zeros(3, np.float32))],
         r"source\['x'\] has the shape \[3\] in example 1{}, but \[2\] in the first one\. .*pad shorter ones",
@@ -351,28 +355,10 @@ EXAMPLES = {
     "none_inside": ([GOOD, x(None)], r"Example 1 has the structure .*None.*{}, but the first one"),
     "only_none": ([None, None], r"An example of the source contains no arrays{}: None"),
     "empty": ([{}, {}], r"An example of the source contains no arrays{}: \{{\}}"),
-    "text": (
-        [x("a"), x("b")],
-        r"source\['x'\] is <U1\[\]{}, a dtype that JAX does not support\. Convert it to numbers",
-    ),
-    "bytes": ([x(b"a"), x(b"b")], r"source\['x'\] is \|S1\[2?\]{}, a dtype that JAX does not support"),
     "objects": (
         [x(object()), x(object())],
         r"source\['x'\] is object\[2?\]{}: its rows have different lengths, or are not numbers",
     ),
-    "dates": (
-        [x(np.datetime64("2020", "s"))] * 2,
-        r"source\['x'\] is datetime64\[s\]\[2?\]{}, a dtype that JAX does not support",
-    ),
-    "durations": (
-        [x(np.timedelta64(3, "s"))] * 2,
-        r"source\['x'\] is timedelta64\[s\]\[2?\]{}, a dtype that JAX does not support",
-    ),
-    "structured": (
-        [x(np.zeros((), [("a", "i4")]))] * 2,
-        r"source\['x'\] is \[.*\]\[2?\]{}, a dtype that JAX does not support",
-    ),
-    "long_floats": ([x(np.longdouble(1))] * 2, r"source\['x'\] is float128\[2?\]{}, a dtype that JAX does not support"),
     "keys": (
         [x(jax.random.key(0)), x(jax.random.key(1))],
         r"source\['x'\] is \w+{}, which is not convertible to numpy",
@@ -466,27 +452,6 @@ def test_batches_that_change_in_the_second_epoch_are_refused_there(prefetch, two
         _all(two.distribute_dataset(Wider(), None, epochs=2, prefetch=prefetch))
 
 
-def test_batches_of_ragged_rows_are_refused_by_name(two):
-    ragged = np.array([[1], [1, 2]], object)
-    with pytest.raises(
-        ValueError, match=r"source\['x'\] is object\[2\] in batch 1 of epoch 0: its rows have different lengths"
-    ):
-        _all(two.distribute_dataset(Again(x(np.zeros(2)), x(ragged)), None))
-
-
-def test_masked_array_in_a_tree_is_refused(two):
-    masked = np.ma.array(np.arange(4, dtype=np.float32), mask=[0, 1, 0, 1])
-    with pytest.raises(ValueError, match=r"source\['x'\] is .*mask"):
-        two.distribute_dataset({"x": masked}, 2)
-
-
-def test_deleted_array_is_refused_by_name(two):
-    gone = jnp.zeros(4)
-    gone.delete()
-    with pytest.raises(ValueError, match=r"source\['x'\] is ArrayImpl.*deleted"):
-        two.distribute_dataset({"x": gone}, 2)
-
-
 def test_generator_returned_by_a_function_of_the_step_is_refused_with_the_fix(two):
     dataset = two.distribute_dataset(lambda step: (np.zeros(2) for _ in range(3)), 2)
     with pytest.raises(
@@ -494,10 +459,3 @@ def test_generator_returned_by_a_function_of_the_step_is_refused_with_the_fix(tw
         match=r"source is a generator in batch 0 of epoch 0, .*pass the generator function, without arguments",
     ):
         next(iter(dataset))
-
-
-def test_masked_array_is_refused_with_the_fix(two):
-    with pytest.raises(
-        ValueError, match=r"source is a MaskedArray, which is not supported\. Fill the masked elements: `x\.filled"
-    ):
-        two.distribute_dataset(np.ma.array([1.0, 2.0], mask=[0, 1]), 2)

@@ -53,59 +53,50 @@ def test_context_returns_the_batch_size_per_replica():
     context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
     assert context.get_per_replica_batch_size(12) == 2
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (2, 1, 6)
+    assert InputContext() == InputContext(1, 0, 1)
+    assert [InputContext().get_per_replica_batch_size(size) for size in (1, 7)] == [1, 7]
 
 
-@each_row(
-    "replicas, size, says",
-    [
-        (6, 13, r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*use 12 or 18\."),
-        (4, 10, r"batch of 10 examples cannot be split over 4 replicas \(2 left over\).*use 8 or 12\."),
-        (4, 3, r"batch of 3 examples cannot be split over 4 replicas \(3 left over\).*use 4\."),
-        (4, 0, r"batch of 0 examples cannot be split over 4 replicas.*use 4\."),
-        (4, -4, r"batch of -4 examples cannot be split over 4 replicas.*use 4\."),
-    ],
-)
-def test_context_refuses_a_batch_that_cannot_be_split_with_the_nearest_sizes(replicas, size, says):
-    with pytest.raises(ValueError, match=says):
-        InputContext(num_replicas_in_sync=replicas).get_per_replica_batch_size(size)
+NO_SPLIT = r"batch of {} examples cannot be split over {} replicas"
+# The arguments of the context, the global batch size if it is requested, and the error.
+WRONG_CONTEXTS = {
+    "one_over": ((1, 0, 6), 13, ValueError, NO_SPLIT.format(13, 6) + r" \(1 left over\).*use 12 or 18\."),
+    "two_over": ((1, 0, 4), 10, ValueError, NO_SPLIT.format(10, 4) + r" \(2 left over\).*use 8 or 12\."),
+    "below": ((1, 0, 4), 3, ValueError, NO_SPLIT.format(3, 4) + r" \(3 left over\).*use 4\."),
+    "nothing": ((1, 0, 4), 0, ValueError, NO_SPLIT.format(0, 4) + r".*use 4\."),
+    "negative": ((1, 0, 4), -4, ValueError, NO_SPLIT.format(-4, 4) + r".*use 4\."),
+    "names_its_argument": (
+        (1, 0, 2),
+        3,
+        ValueError,
+        "`global_batch_size` is the number of examples of all replicas together",
+    ),
+    "fraction": ((1, 0, 2), 4.0, TypeError, r"`global_batch_size` must be an integer, got 4\.0"),
+    "pipeline_5": (
+        (2, 5),
+        None,
+        ValueError,
+        r"`input_pipeline_id` must be less than .*input_pipeline_id=5 and num_input_pipelines=2",
+    ),
+    "pipeline_2": ((2, 2), None, ValueError, r"input_pipeline_id=2 and num_input_pipelines=2"),
+    "pipeline_negative": ((2, -1), None, ValueError, r"`input_pipeline_id` must be an integer >= 0, got -1"),
+    "no_pipelines": ((0, 0), None, ValueError, r"`num_input_pipelines` must be an integer >= 1, got 0"),
+    "no_replicas": ((1, 0, 0), None, ValueError, r"`num_replicas_in_sync` must be an integer >= 1, got 0"),
+    **{
+        str(wrong): (wrong, None, TypeError, "must be an integer >= [01], got")
+        for wrong in ((2.0, 1), (2, "1"), (2, 1, None), (True, 0))
+    },
+}
 
 
-@each_row(
-    "wrong, says",
-    [
-        ((2, 5), r"`input_pipeline_id` must be less than .*input_pipeline_id=5 and num_input_pipelines=2"),
-        ((2, 2), r"input_pipeline_id=2 and num_input_pipelines=2"),
-        ((2, -1), r"`input_pipeline_id` must be an integer >= 0, got -1"),
-        ((0, 0), r"`num_input_pipelines` must be an integer >= 1, got 0"),
-        ((1, 0, 0), r"`num_replicas_in_sync` must be an integer >= 1, got 0"),
-    ],
-)
-def test_inconsistent_context_is_refused(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        InputContext(*wrong)
-
-
-@each_row("wrong", [(2.0, 1), (2, "1"), (2, 1, None), (True, 0)])
-def test_context_argument_that_is_not_an_integer_is_refused(wrong):
-    with pytest.raises(TypeError, match="must be an integer >= [01], got"):
-        InputContext(*wrong)
-
-
-def test_context_names_the_argument_of_a_batch_that_cannot_be_split():
-    with pytest.raises(ValueError, match="`global_batch_size` is the number of examples of all replicas together"):
-        InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(3)
-    with pytest.raises(TypeError, match=r"`global_batch_size` must be an integer, got 4\.0"):
-        InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(4.0)
+@each_row("arguments, size, error, says", WRONG_CONTEXTS.values(), ids=WRONG_CONTEXTS)
+def test_wrong_context_or_batch_size_is_refused(arguments, size, error, says):
+    with pytest.raises(error, match=says):
+        InputContext(*arguments).get_per_replica_batch_size(size)
 
 
 def test_context_as_text_names_its_pipeline():
     assert str(InputContext(3, 2, 12)) == "jdist.InputContext(input pipeline id 2, total: 3)"
-
-
-def test_default_context_has_one_replica():
-    context = InputContext()
-    assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (1, 0, 1)
-    assert [context.get_per_replica_batch_size(size) for size in (1, 7)] == [1, 7]
 
 
 @every_strategy
@@ -154,81 +145,47 @@ def layouts(draw):
 
 
 @few
-@hypothesis.given(layouts(), st.integers(1, 6), st.data())
-def test_rows_of_shards_of_all_processes_are_the_batch_with_each_row_once(shares, each, data):
+@hypothesis.given(layouts(), st.integers(1, 48), st.data())
+def test_rows_of_shards_are_the_batch_with_each_row_once_in_the_order_of_the_replicas_and_the_padding(
+    shares, size, data
+):
     n = shares[0].num_replicas
-    size = n * each
+    each = -(-size // n)
     shards = data.draw(st.integers(1, size))
-    sizes, held = {}, []
-    for share in shares:
-        parts = share.rows_of_shards(size, shards)
-        assert [part.shard for part in parts] == sorted({part.shard for part in parts})
-        for part in parts:
-            assert sizes.setdefault(part.shard, part.size) == part.size
-            assert 0 < len(part.rows) <= part.size
-            assert part.rows.tolist() == sorted(set(part.rows.tolist()))
-            assert set(part.rows.tolist()) <= set(range(part.size))
-            held += [(part.shard, row) for row in part.rows.tolist()]
-    # The numbers of rows per shard differ by at most one, and every row is held by one process.
-    assert sorted(sizes) == list(range(shards))
-    assert sum(sizes.values()) == size
-    assert max(sizes.values()) - min(sizes.values()) <= 1
-    assert sorted(held) == [(shard, row) for shard in range(shards) for row in range(sizes[shard])]
-
-
-@few
-@hypothesis.given(layouts(), st.integers(1, 6), st.data())
-def test_rows_of_shards_are_the_rows_of_the_replicas_in_order(shares, each, data):
-    n = shares[0].num_replicas
-    size = n * each
-    shards = data.draw(st.integers(1, size))
-    starts = [size * shard // shards for shard in range(shards)]
-    for share in shares:
-        rows = [starts[part.shard] + row for part in share.rows_of_shards(size, shards) for row in part.rows.tolist()]
-        assert rows == [i * each + row for i in share.replicas for row in range(each)]
-
-
-@few
-@hypothesis.given(layouts(), st.integers(1, 40), st.data())
-def test_shards_of_a_batch_that_replicas_do_not_divide_have_all_examples_and_the_padding(shares, size, data):
-    n = shares[0].num_replicas
-    shards = data.draw(st.integers(1, size))
+    starts = [size * shard // shards for shard in range(shards + 1)]
+    sizes = np.diff(starts).tolist()  # they differ by at most one
     held, padding = [], 0
     for share in shares:
         parts = share.rows_of_shards(size, shards)
-        assert sum(len(part.rows) for part in parts) == len(share.replicas) * -(-size // n)
-        for part in parts:
-            held += [(part.shard, row) for row in part.rows.tolist() if row < part.size]
-            padding += sum(part.rows >= part.size)
-    sizes = [size * (shard + 1) // shards - size * shard // shards for shard in range(shards)]
+        assert [part.shard for part in parts] == sorted({part.shard for part in parts})
+        assert [part.size for part in parts] == [sizes[part.shard] for part in parts]
+        assert all(part.rows.tolist() == sorted(set(part.rows.tolist())) != [] for part in parts)
+        assert sum(len(part.rows) for part in parts) == len(share.replicas) * each
+        if size % n == 0:
+            rows = [starts[part.shard] + row for part in parts for row in part.rows.tolist()]
+            assert rows == [i * each + row for i in share.replicas for row in range(each)]
+        held += [(part.shard, row) for part in parts for row in part.rows.tolist() if row < part.size]
+        padding += sum((part.rows >= part.size).sum() for part in parts)
     assert sorted(held) == [(shard, row) for shard in range(shards) for row in range(sizes[shard])]
-    assert padding == -(-size // n) * n - size
-    own = [share.rows_of_own_shard(size) for share in shares]
-    assert sum(part.size for (part,) in own) == size
-    assert all(part.size <= len(part.rows) for (part,) in own)
-
-
-@pytest.mark.parametrize("size", [9, 10, 11])
-def test_equal_processes_read_one_shard_each_of_a_batch_that_replicas_do_not_divide(size):
-    shares = [ProcessShare((0, 1), 4, 0, 2), ProcessShare((2, 3), 4, 1, 2)]
-    assert [[part.shard for part in share.rows_of_shards(size, 2)] for share in shares] == [[0], [1]]
+    assert padding == each * n - size
 
 
 @few
-@hypothesis.given(layouts(), st.integers(1, 6))
-def test_rows_of_own_shards_are_the_rows_of_the_replicas(shares, each):
+@hypothesis.given(layouts(), st.integers(1, 48))
+def test_rows_of_own_shards_are_the_rows_of_the_replicas(shares, size):
     n = shares[0].num_replicas
-    parts = [share.rows_of_own_shard(n * each) for share in shares]
-    assert [part.shard for (part,) in parts] == [share.pipeline for share in shares]
-    assert [part.size for (part,) in parts] == [len(share.replicas) * each for share in shares]
-    assert sum(part.size for (part,) in parts) == n * each
-    for (part,) in parts:
-        assert part.rows.tolist() == list(range(part.size))
+    parts = [share.rows_of_own_shard(size) for share in shares]
+    assert sum(part.size for (part,) in parts) == size
+    for share, (part,) in zip(shares, parts, strict=True):
+        assert part.shard == share.pipeline
+        assert part.size <= len(part.rows) == len(share.replicas) * -(-size // n)
+        assert size % n or part.rows.tolist() == list(range(part.size))
 
 
-def test_equal_processes_read_one_shard_each():
+@each_row("size", [8, 9, 10, 11])
+def test_equal_processes_read_one_shard_each(size):
     shares = [ProcessShare((0, 1), 4, 0, 2), ProcessShare((2, 3), 4, 1, 2)]
-    assert [[part.shard for part in share.rows_of_shards(8, 2)] for share in shares] == [[0], [1]]
+    assert [[part.shard for part in share.rows_of_shards(size, 2)] for share in shares] == [[0], [1]]
 
 
 @every_strategy
@@ -300,23 +257,22 @@ def test_hint_calls_shard_with_the_index_of_this_process():
     assert log == [(1, 0)]
 
 
-@each_row("source", [np.arange(8), [1, 2], _files()], ids=["array", "list", "files"])
-def test_hint_without_shard_is_refused_with_the_type_of_the_source(source):
-    says = rf"auto_shard=\"hint\" calls `shard\(num_shards, index\)` of the source, but {type(source).__name__} does not have"
+HINT = r"auto_shard=\"hint\" calls `shard\(num_shards, index\)` of the source, but {} does not have"
+FILE = r"auto_shard=\"file\" needs a source of files, got {}.*jdist\.data\.Files"
+NO_POLICY = {
+    "hint_of_an_array": (np.arange(8), "hint", HINT.format("ndarray")),
+    "hint_of_a_list": ([1, 2], "hint", HINT.format("list")),
+    "hint_of_files": (_files(), "hint", HINT.format("Files")),
+    "file_of_an_array": (np.arange(8), AutoShardPolicy.FILE, FILE.format("ndarray")),
+    "file_of_a_generator": ((i for i in range(3)), AutoShardPolicy.FILE, FILE.format("generator")),
+    "unknown": (np.arange(8), "rows", r"'rows' is not a policy for `auto_shard`; take one of 'OFF'"),
+}
+
+
+@each_row("source, policy, says", NO_POLICY.values(), ids=NO_POLICY)
+def test_policy_that_the_source_does_not_have_is_refused(source, policy, says):
     with pytest.raises(ValueError, match=says):
-        REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard="hint")
-
-
-@each_row("source", [np.arange(8), (i for i in range(3))], ids=["array", "generator"])
-def test_file_policy_without_files_is_refused_with_the_type_of_the_source(source):
-    says = rf"auto_shard=\"file\" needs a source of files, got {type(source).__name__}.*jdist\.data\.Files"
-    with pytest.raises(ValueError, match=says):
-        REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard=AutoShardPolicy.FILE)
-
-
-def test_unknown_policy_of_a_data_set_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'rows' is not a policy for `auto_shard`; take one of 'OFF'"):
-        REPLICAS["mirrored_2"].distribute_dataset(np.arange(8), 4, auto_shard="rows")
+        REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard=policy)
 
 
 def test_auto_with_enough_files_does_not_warn(caplog):
