@@ -8,17 +8,9 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, each_row, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, rows
 
 TREE = {"a": np.float32([1, 2]), "b": (np.int32(3), None)}
-
-
-def test_values_are_one_copy_per_replica_on_its_own_device(strategy):
-    parts = strategy.put(jdist.Mirrored(TREE)).values
-    assert len(parts) == strategy.num_replicas_in_sync
-    for part, home in zip(parts, homes(strategy), strict=True):
-        chex.assert_trees_all_equal(part, TREE)
-        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 def test_values_of_a_value_that_is_not_placed_are_the_value():
@@ -29,16 +21,6 @@ def test_values_of_a_value_that_is_not_placed_are_the_value():
 def test_read_is_the_array_itself(two):
     value = two.put(jdist.Mirrored(TREE, "sum"))
     assert value.read() is value.tree
-
-
-def test_map_computes_the_function_on_every_device(strategy):
-    value = strategy.put(jdist.Mirrored(TREE, "mean", trainable=False))
-    mapped = value.map(lambda tree: {"sum": tree["a"].sum(), "n": tree["b"][0] + 1})
-    assert (mapped.aggregation, mapped.trainable) == (jdist.VariableAggregation.MEAN, False)
-    chex.assert_trees_all_equal(mapped.read(), {"sum": np.float32(3), "n": np.int32(4)})
-    assert_in_step(mapped.tree)
-    assert mapped.tree["n"].sharding.device_set == set(strategy.mesh.devices.flat)
-    assert float(jdist.Mirrored(np.float32(2)).map(jnp.square).read()) == 4
 
 
 @pytest.mark.parametrize("aggregation", ["none", "sum", "Mean", "ONLY_FIRST_REPLICA", *jdist.VariableAggregation])

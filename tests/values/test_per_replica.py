@@ -10,29 +10,12 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, each_row, homes, rows
+from laws import STRATEGIES, each_row, rows
 
 
 def test_repr_of_keys_and_empty_trees_shows_dtypes_and_shapes():
     tree = {"a": np.zeros(2, np.int32), "b": None, "key": jax.random.split(jax.random.key(0))}
     assert repr(jdist.PerReplica(tree)) == "PerReplica({'a': int32[2], 'b': None, 'key': key<fry>[2]})"
-
-
-def test_values_of_per_replica_are_rows_on_their_own_devices(strategy):
-    n = strategy.num_replicas_in_sync
-    tree = {"a": np.arange(n * 2).reshape(n, 2), "b": (np.arange(n), None)}
-    parts = strategy.put(jdist.PerReplica(tree)).values
-    assert len(parts) == n
-    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
-        chex.assert_trees_all_equal(part, jax.tree.map(lambda x, i=number: x[i], tree))
-        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
-
-
-def test_values_of_per_replica_keys_are_keys(strategy):
-    keys = jax.random.split(jax.random.key(3), strategy.num_replicas_in_sync)
-    for mine, key in zip(strategy.put(jdist.PerReplica(keys)).values, keys, strict=True):
-        assert mine.dtype == key.dtype
-        np.testing.assert_array_equal(jax.random.key_data(mine), jax.random.key_data(key))
 
 
 def test_values_of_rows_that_are_not_placed_are_the_rows():
@@ -45,45 +28,7 @@ def test_read_of_per_replica_is_the_stacked_tree(strategy):
     np.testing.assert_array_equal(value.read(), np.stack(value.values))
 
 
-MAPS = {
-    "elementwise": (lambda x: x * 2 + 1, lambda x: x * 2 + 1),
-    "reduction": (lambda x: x.sum(0), lambda x: x.sum(0)),
-    "other_structure": (lambda x: {"max": x.max(), "same": x}, lambda x: {"max": x.max(), "same": x}),
-    "constant": (lambda x: jnp.zeros(3), lambda x: np.zeros(3, np.float32)),
-}
-
-
-@pytest.mark.parametrize("fn, expected", MAPS.values(), ids=MAPS)
-def test_map_of_per_replica_computes_the_function_on_the_device_of_each_row(fn, expected, strategy):
-    value = rows(strategy, 4)
-    mapped = value.map(fn)
-    assert isinstance(mapped, jdist.PerReplica)
-    for before, after in zip(value.values, mapped.values, strict=True):
-        chex.assert_trees_all_close(after, expected(np.asarray(before)), rtol=1e-6)
-        assert all(leaf.devices() == before.devices() for leaf in jax.tree.leaves(after))
-
-
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "complex64"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_assign_of_one_value_gives_it_to_every_replica(dtype):
-    strategy, n = STRATEGIES["mirrored_3"](), 3
-    value = strategy.put(jdist.PerReplica({"x": np.zeros((n, 2), jnp.dtype(dtype))}))
-    new = np.arange(1, 3).astype(jnp.dtype(dtype))
-    for assigned in (value.assign({"x": new}), value.assign(strategy.put(jdist.Mirrored({"x": new})))):
-        np.testing.assert_array_equal(assigned.tree["x"], np.broadcast_to(new, (n, 2)))
-        assert assigned.tree["x"].sharding.is_equivalent_to(value.tree["x"].sharding, 2)
-    added = assigned.assign_add({"x": new}).assign_sub({"x": new}).assign_add({"x": new})
-    np.testing.assert_array_equal(added.tree["x"], np.broadcast_to(new + new, (n, 2)))
-    assert added.tree["x"].dtype == jnp.dtype(dtype)
-
-
-def test_assign_of_per_replica_assigns_one_value_per_replica(strategy):
-    value, other = rows(strategy, 2), rows(strategy, 2, seed=1)
-    np.testing.assert_array_equal(value.assign(other).tree, other.tree)
-    np.testing.assert_array_equal(value.assign_add(other).tree, np.asarray(value.tree) + np.asarray(other.tree))
-    np.testing.assert_array_equal(value.assign_sub(other).tree, np.asarray(value.tree) - np.asarray(other.tree))
 
 
 def test_assign_of_keys_assigns_one_key_per_replica(strategy):
@@ -152,10 +97,6 @@ def test_leaf_of_one_shape_is_not_padded_beside_a_leaf_of_several(two):
         ({"x": np.ones(1, np.float32), "id": 0, "none": None}, {"x": np.ones(2, np.float32), "id": 1, "none": None}),
     )
     assert [[x.shape for x in jax.tree.leaves(row)] for row in value.values] == [[(), (1,)], [(), (2,)]]
-
-
-def test_values_of_one_shape_have_no_shapes(strategy):
-    assert strategy.distribute_values_from_function(lambda c: np.ones(3)).shapes is None
 
 
 def test_padded_has_zeros_and_weights(strategy):

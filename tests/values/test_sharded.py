@@ -8,22 +8,12 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, homes, rows
+from laws import rows
 
 
 def _table(strategy, columns=2):
     n = strategy.num_replicas_in_sync
     return np.arange(2.0 * n * columns, dtype=np.float32).reshape(2 * n, columns)
-
-
-def test_values_are_the_shards_in_order_on_their_own_devices(strategy):
-    n, x = strategy.num_replicas_in_sync, _table(strategy)
-    parts = strategy.put(jdist.Sharded({"x": x, "ids": np.arange(n), "none": None})).values
-    assert len(parts) == n
-    np.testing.assert_array_equal(np.concatenate([part["x"] for part in parts]), x)
-    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
-        assert part["ids"].tolist() == [number]
-        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 def test_read_is_the_full_array(strategy):
@@ -36,47 +26,6 @@ def test_values_of_a_value_that_is_not_placed_are_refused():
     message = r"Sharded\(float32\[4\]\) is not split over devices yet\. Place it first: `strategy\.put\(value\)`"
     with pytest.raises(ValueError, match=message):
         _ = jdist.Sharded(np.ones(4, np.float32)).values
-
-
-def test_map_is_the_function_of_each_shard(strategy):
-    value = strategy.put(jdist.Sharded(_table(strategy)))
-    mapped = value.map(lambda part: {"sum": part.sum(0, keepdims=True), "twice": jnp.concatenate([part, part])})
-    for before, after in zip(value.values, mapped.values, strict=True):
-        np.testing.assert_array_equal(after["sum"], np.sum(before, 0, keepdims=True))
-        np.testing.assert_array_equal(after["twice"], np.concatenate([before, before]))
-        assert after["sum"].devices() == before.devices()
-
-
-DTYPES = {
-    "float32": np.float32,
-    "bfloat16": jnp.bfloat16,
-    "int32": np.int32,
-    "uint8": np.uint8,
-    "complex64": np.complex64,
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_assign_of_the_full_value_splits_it(dtype):
-    strategy = STRATEGIES["mirrored_3"]()
-    x = _table(strategy).astype(dtype)
-    value = strategy.put(jdist.Sharded({"x": np.zeros_like(x)}))
-    result = value.assign({"x": x})
-    np.testing.assert_array_equal(result.read()["x"], x)
-    assert result.tree["x"].sharding.is_equivalent_to(value.tree["x"].sharding, 2)
-    np.testing.assert_array_equal(result.assign_add({"x": x}).read()["x"], x + x)
-    np.testing.assert_array_equal(result.assign_sub({"x": x}).read()["x"], x - x)
-    np.testing.assert_array_equal(value.assign(strategy.put(jdist.Mirrored({"x": x}))).read()["x"], x)
-    np.testing.assert_array_equal(value.assign(result).read()["x"], x)
-
-
-def test_assign_of_one_value_per_replica_is_its_shard(strategy):
-    value = strategy.put(jdist.Sharded(_table(strategy)))
-    parts = rows(strategy, 2, 2)
-    expected = np.concatenate(np.asarray(parts.tree))
-    np.testing.assert_array_equal(value.assign(parts).read(), expected)
-    np.testing.assert_allclose(value.assign_add(parts).read(), _table(strategy) + expected)
-    chex.assert_trees_all_equal(value.assign(parts).values, parts.values)
 
 
 def test_assign_of_shards_of_another_shape_is_refused(two):

@@ -89,13 +89,19 @@ CONTAINERS = {
 
 @each_row("container", CONTAINERS.values(), ids=CONTAINERS)
 @each_row("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizer_state_is_recognized_in_every_container(tx, container):
-    num_optimizer_leaves = lambda state: sum(leaf.is_optimizer for leaf in state_leaves(state))
+def test_optimizer_state_is_recognized_in_every_container_and_its_moments_are_split_like_the_parameter(tx, container):
+    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"one/kernel": PartitionSpec("model")})
     opt_state = _shapes(tx)
     state = container(PARAMS, opt_state)
-    assert num_optimizer_leaves(state) == len(jax.tree.leaves(opt_state))
-    assert num_optimizer_leaves(container(PARAMS, ())) == 0
-    assert [leaf.value for leaf in state_leaves(state)] == jax.tree.leaves(state)
+    leaves = state_leaves(state)
+    assert [leaf.value for leaf in leaves] == jax.tree.leaves(state)
+    assert sum(leaf.is_optimizer for leaf in leaves) == len(jax.tree.leaves(opt_state))
+    for leaf, sharding in zip(leaves, rules.shardings(state), strict=True):
+        if leaf.shape == (8, 16):  # no other parameter has it
+            assert tuple(sharding.spec) == (("model", "data") if leaf.is_optimizer else ("model",)), leaf.name
+        else:
+            assert "model" not in sharding.spec, leaf.name
+    assert not any(leaf.is_optimizer for leaf in state_leaves(container(PARAMS, ())))
 
 
 class Net(nnx.Module):
@@ -267,18 +273,6 @@ def test_sharding_metadata_of_nnx_splits_parameters_and_their_moments():
 
 
 # --- split of the moments of a parameter
-
-
-@each_row("container", CONTAINERS.values(), ids=CONTAINERS)
-@each_row("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_moments_of_a_parameter_are_split_like_it(tx, container):
-    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"one/kernel": PartitionSpec("model")})
-    state = container(PARAMS, _shapes(tx))
-    for leaf, sharding in zip(state_leaves(state), rules.shardings(state), strict=True):
-        if leaf.shape == (8, 16):  # no other parameter has it
-            assert tuple(sharding.spec) == (("model", "data") if leaf.is_optimizer else ("model",)), leaf.name
-        else:
-            assert "model" not in sharding.spec, leaf.name
 
 
 @pytest.mark.parametrize("copy", ["ema", "zzz"])  # before and after `params`

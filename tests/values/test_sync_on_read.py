@@ -1,6 +1,5 @@
 """`SyncOnRead`: one partial value per replica, and reads and writes by the host."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,19 +7,9 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, each_row, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, rows
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
-
-
-def test_values_are_partial_and_on_their_own_devices(strategy):
-    n = strategy.num_replicas_in_sync
-    tree = {"a": np.arange(n * 2).reshape(n, 2), "b": (np.arange(n), None)}
-    parts = strategy.put(jdist.SyncOnRead(tree, "sum")).values
-    assert len(parts) == n
-    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
-        chex.assert_trees_all_equal(part, jax.tree.map(lambda x, i=number: x[i], tree))
-        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 @pytest.mark.parametrize("aggregation", NUMPY)
@@ -79,15 +68,6 @@ def test_read_and_assign_of_leaf_without_that_aggregation_is_refused(partial, ag
         value.read()
 
 
-def test_map_is_the_function_of_each_partial_value(strategy):
-    value = strategy.put(jdist.SyncOnRead(rows(strategy, 3).tree, "mean", trainable=True))
-    mapped = value.map(lambda x: {"sum": x.sum()})
-    assert (mapped.aggregation, mapped.trainable) == (jdist.VariableAggregation.MEAN, True)
-    for before, after in zip(value.values, mapped.values, strict=True):
-        np.testing.assert_allclose(after["sum"], np.sum(before), rtol=1e-5)
-        assert after["sum"].devices() == before.devices()
-
-
 @pytest.mark.parametrize("x", [[6.0, -9.0, 0.25], [0.1, -1e30, np.inf]], ids=["exact", "rounded"])
 def test_assign_to_a_sum_gives_equal_shares(x, strategy):
     n = strategy.num_replicas_in_sync
@@ -132,30 +112,11 @@ def test_assign_to_a_sum_of_any_inexact_dtype_is_read_back(x, two):
     np.testing.assert_array_equal(result.values[0], result.values[1])
 
 
-def test_assign_to_a_mean_assigns_the_value_on_every_replica(strategy):
-    value = strategy.put(jdist.SyncOnRead(rows(strategy, 2).tree, "mean"))
-    result = value.assign(np.float32([1, 3]))
-    for row in result.values:
-        np.testing.assert_array_equal(row, [1, 3])
-    np.testing.assert_allclose(result.assign_add(np.float32([1, 1])).read(), [2, 4])
-    np.testing.assert_allclose(result.assign_sub(np.float32([1, 1])).read(), [0, 2])
-
-
 def test_assign_of_keys_gives_every_replica_the_key(two):
     keys = two.put(jdist.SyncOnRead(jax.random.split(jax.random.key(0)), "only_first_replica"))
     assert keys.assign(jax.random.key(7)).read() == jax.random.key(7)
     for row in keys.assign(jax.random.key(7)).values:
         np.testing.assert_array_equal(jax.random.key_data(row), jax.random.key_data(jax.random.key(7)))
-
-
-@pytest.mark.parametrize("aggregation", NUMPY)
-def test_assign_of_one_value_per_replica_assigns_each(aggregation, strategy):
-    value = strategy.put(jdist.SyncOnRead(rows(strategy, 2).tree, aggregation))
-    other = rows(strategy, 2, seed=1)
-    np.testing.assert_array_equal(value.assign(other).tree, other.tree)
-    np.testing.assert_array_equal(value.assign_add(other).tree, np.asarray(value.tree) + np.asarray(other.tree))
-    np.testing.assert_array_equal(value.assign_sub(other).tree, np.asarray(value.tree) - np.asarray(other.tree))
-    np.testing.assert_array_equal(value.assign(value.assign(other)).tree, other.tree)
 
 
 @each_row("method", ["assign_add", "assign_sub"])

@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 
-from laws import each_row
+from laws import STRATEGIES, each_row, homes
 
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 WRAPPERS = {
@@ -59,6 +59,8 @@ UNARY = {
     "iter": iter,
     "[]": lambda x: x[0],
 }
+
+
 NUMPY = {
     "asarray": np.asarray,
     "array": np.array,
@@ -69,9 +71,6 @@ NUMPY = {
     "add": lambda x: np.add(1, x),
     "stack": lambda x: np.stack([x, x]),
     "concatenate": lambda x: np.concatenate([x, x]),
-    "array_plus": lambda x: np.ones(3) + x,
-    "scalar_times": lambda x: np.float32(2) * x,
-    "array_at": lambda x: np.ones(3) @ x,
     "where": lambda x: np.where(x, 1, 2),
 }
 JAX = {
@@ -85,53 +84,129 @@ JAX = {
     "array_at": lambda x: jnp.ones(3) @ x,
     "where": lambda x: jnp.where(x, 1, 2),
 }
-
-
-def _refusal(value):
-    return rf" is not defined for {re.escape(repr(value))}, .*`strategy\.run.*`\.values`"
-
-
-@every_wrapper
-@each_row("sign", BINARY)
-@each_row("other", [2, np.float32(2), np.ones(3)], ids=["number", "numpy_scalar", "numpy_array"])
-def test_binary_operator_of_a_wrapper_is_refused_on_both_sides(sign, other, make):
-    value = make()
-    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
-        BINARY[sign](value, other)
-    with pytest.raises(TypeError, match=_refusal(value)):  # Python and numpy may call another operator
-        BINARY[sign](other, value)
-
-
-@every_wrapper
-@each_row("sign", IN_PLACE)
-def test_in_place_operator_of_a_wrapper_is_refused(sign, make):
-    value = make()
-    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
-        IN_PLACE[sign](value, 1)
+OTHERS = {"number": 2, "numpy_scalar": np.float32(2), "numpy_array": np.ones(3)}
+# What is computed, and the name in the error. Python and numpy may call another operator if the wrapper is on the right.
+OPERATIONS = {
+    **{
+        f"{sign} {name}": (lambda x, fn=fn, other=other: fn(x, other), f"`{re.escape(sign)}`")
+        for sign, fn in BINARY.items()
+        for name, other in OTHERS.items()
+    },
+    **{
+        f"{name} {sign}": (lambda x, fn=fn, other=other: fn(other, x), "")
+        for sign, fn in BINARY.items()
+        for name, other in OTHERS.items()
+    },
+    **{f"{sign}=": (lambda x, fn=fn: fn(x, 1), f"`{re.escape(sign)}`") for sign, fn in IN_PLACE.items()},
+    **{f"{sign} unary": (fn, f"`{re.escape(sign)}`") for sign, fn in UNARY.items()},
+    **{f"numpy {name}": (fn, "") for name, fn in NUMPY.items()},
+    **{f"jax {name}": (fn, "`jax.numpy`") for name, fn in JAX.items()},
+}
 
 
 @every_wrapper
-@each_row("sign", UNARY)
-def test_unary_operator_of_a_wrapper_is_refused(sign, make):
+@each_row("operation, name", OPERATIONS.values(), ids=OPERATIONS)
+def test_operation_of_a_wrapper_is_refused_with_the_fix(operation, name, make):
     value = make()
-    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
-        UNARY[sign](value)
+    says = rf"{name} is not defined for {re.escape(repr(value))}, .*`strategy\.run.*`\.values`"
+    with pytest.raises(TypeError, match=says):
+        operation(value)
 
 
-@every_wrapper
-@each_row("fn", NUMPY.values(), ids=NUMPY)
-def test_numpy_function_of_a_wrapper_is_refused_with_the_fix(fn, make):
-    value = make()
-    with pytest.raises(TypeError, match=_refusal(value)):
-        fn(value)
+# --- values, `map` and `assign`
 
 
-@every_wrapper
-@each_row("fn", JAX.values(), ids=JAX)
-def test_jax_function_of_a_wrapper_is_refused_with_the_fix(fn, make):
-    value = make()
-    with pytest.raises(TypeError, match="`jax.numpy`" + _refusal(value)):
-        fn(value)
+KINDS = {
+    "PerReplica": jdist.PerReplica,
+    "SyncOnRead": lambda tree: jdist.SyncOnRead(tree, "mean", trainable=True),
+    "SyncOnRead_sum": lambda tree: jdist.SyncOnRead(tree, "sum"),
+    "Sharded": jdist.Sharded,
+    "Mirrored": lambda tree: jdist.Mirrored(tree, "sum", trainable=False),
+}
+BY_ROW = [kind for kind in KINDS if kind != "Mirrored"]
+
+
+def _value(kind, tree):
+    """Returns the value whose part on replica `i` is row `i` of the leaves, or row 0 of a replicated value."""
+    stored = {"Sharded": jnp.concatenate, "Mirrored": lambda rows: rows[0]}.get(kind, lambda rows: rows)
+    return KINDS[kind](jax.tree.map(stored, tree))
+
+
+def _row(tree, i):
+    return jax.tree.map(lambda rows: rows[i], tree)
+
+
+def _numbers(strategy, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).integers(1, 9, (strategy.num_replicas_in_sync, 2, 3)).astype(dtype)
+
+
+def _plain(tree):
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf), tree)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_the_parts_of_the_replicas_on_their_own_devices(kind, strategy):
+    n = strategy.num_replicas_in_sync
+    tree = {"a": _numbers(strategy), "b": (np.arange(2 * n).reshape(n, 2), None)}
+    tree["key"] = jax.random.split(jax.random.key(3), (n, 2))
+    parts = strategy.put(_value(kind, tree)).values
+    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
+        chex.assert_trees_all_equal(_plain(part), _plain(_row(tree, 0 if kind == "Mirrored" else number)))
+        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+
+
+MAPS = {
+    "elementwise": lambda x: x * 2 + 1,
+    "reduction": lambda x: x.sum(0),
+    "other_structure": lambda x: {"max": x.max(0), "same": x},
+    "constant": lambda x: jnp.zeros(3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@each_row("name", MAPS)
+def test_map_computes_the_function_of_each_part_on_its_devices(name, kind, strategy):
+    if (kind, name) == ("Sharded", "constant"):
+        return  # a constant is not split
+    fn = MAPS[name]
+    value = strategy.put(_value(kind, _numbers(strategy)))
+    mapped = value.map(fn)
+    assert (type(mapped), _fields(mapped)) == (type(value), _fields(value))
+    for before, after in zip(value.values, mapped.values, strict=True):
+        chex.assert_trees_all_close(after, fn(np.asarray(before)), rtol=1e-6)
+        assert all(leaf.devices() == before.devices() for leaf in jax.tree.leaves(after))
+
+
+@pytest.mark.parametrize("kind", BY_ROW)
+def test_assign_of_one_value_per_replica_assigns_each(kind, strategy):
+    old, new = _numbers(strategy), _numbers(strategy, seed=1)
+    value, parts = strategy.put(_value(kind, old)), strategy.put(jdist.PerReplica(new))
+    for assigned, rows in (
+        (value.assign(parts), new),
+        (value.assign_add(parts), old + new),
+        (value.assign_sub(parts), old - new),
+        (value.assign(value.assign(parts)), new),
+    ):
+        np.testing.assert_array_equal(assigned.tree, _value(kind, rows).tree)
+
+
+@each_row("kind", [kind for kind in KINDS if kind != "SyncOnRead_sum"])
+@each_row("dtype", ["float32", "bfloat16", "int32", "uint8", "complex64"])
+def test_assign_of_one_value_gives_it_to_every_replica_in_the_dtype_and_sharding(dtype, kind):
+    strategy, dtype = STRATEGIES["mirrored_3"](), jnp.dtype(dtype)
+    if kind == "SyncOnRead" and jnp.issubdtype(dtype, jnp.integer):
+        return  # integers have no mean
+    rows = _numbers(strategy, dtype=dtype)
+    rows = rows if kind == "Sharded" else np.stack([rows[0]] * 3)
+    new = np.concatenate(rows) if kind == "Sharded" else rows[0]
+    value = strategy.put(_value(kind, {"x": rows * 0}))
+    for assigned in (value.assign({"x": new}), value.assign(strategy.put(jdist.Mirrored({"x": new})))):
+        expected = _value(kind, {"x": rows}).tree
+        for result in (assigned, assigned.assign_add({"x": new}).assign_sub({"x": new})):
+            chex.assert_trees_all_equal(result.tree, expected)
+            assert result.tree["x"].dtype == dtype
+            assert result.tree["x"].sharding.is_equivalent_to(value.tree["x"].sharding, rows.ndim)
 
 
 @every_wrapper
@@ -302,63 +377,55 @@ def test_assign_of_another_shape_or_dtype_is_refused_by_name(change, error, mess
         value.assign({"a": change(row)})
 
 
-def test_assign_of_another_structure_is_refused(two):
+STRUCTURES = {
+    "assign_add": {"a": X},
+    "assign": {"a": X, "b": None},
+    "assign_sub": jdist.PerReplica(X),
+}
+
+
+@each_row("method, new", STRUCTURES.items())
+def test_assign_of_another_structure_is_refused(method, new, two):
     value = two.put(jdist.Mirrored({"a": X, "b": X}))
-    with pytest.raises(
-        ValueError, match=r"`assign_add` received a value with the structure .*'a': \*\}.*Pass a tree with the"
-    ):
-        value.assign_add({"a": X})
-    with pytest.raises(
-        ValueError, match=r"`assign` received a value with the structure .*'b': None\}.*Pass a tree with the"
-    ):
-        value.assign({"a": X, "b": None})
-    with pytest.raises(ValueError, match=r"`assign_sub` received a value with the structure .*Pass a tree with the"):
-        value.assign_sub(two.put(jdist.PerReplica(X)))
+    with pytest.raises(ValueError, match=rf"`{method}` received a value with the structure .*Pass a tree with the"):
+        getattr(value, method)(new)
 
 
-WHOLE = {
-    "uint8": (np.uint8, 255, 256),
-    "uint8_negative": (np.uint8, 0, -1),
-    "int32": (np.int32, 2**31 - 1, 2**31),
-}
+HELD = [
+    (np.float32(0), 3),
+    (np.float32(0), np.float64(0.5)),
+    (np.float32(0), True),
+    (jnp.bfloat16(0), 1.5),
+    (jnp.bfloat16(0), np.float32(1.5)),
+    (np.complex64(0), 2.5),
+    (np.complex64(0), 1 - 2j),
+    (np.False_, True),
+    (np.int32(0), np.int64(7)),
+    (np.uint8(0), 255),
+    (np.int32(0), 2**31 - 1),
+    (np.int32(0), np.int64(2**31 - 1)),
+]
+LOST = [
+    (np.uint8(0), 256, "256"),
+    (np.uint8(0), -1, "-1"),
+    (np.uint8(0), 1.5, r"1\.5"),
+    (np.int32(0), 2**31, str(2**31)),
+    (np.int32(0), 1.5, r"1\.5"),
+    (np.int32(0), np.int64(2**31), r"int64\[\]"),
+]
 
 
-@pytest.mark.parametrize("dtype, fits, beyond", WHOLE.values(), ids=WHOLE)
-def test_assign_of_python_number_is_accepted_within_the_range_of_the_dtype(dtype, fits, beyond, two):
-    value = two.put(jdist.Mirrored(dtype(0)))
-    result = value.assign(fits)
-    assert (int(result.read()), result.read().dtype) == (fits, dtype)
-    with pytest.raises(TypeError, match=rf"is {np.dtype(dtype)} and cannot hold {beyond} without loss"):
-        value.assign(beyond)
-    with pytest.raises(TypeError, match=rf"is {np.dtype(dtype)} and cannot hold 1\.5 without loss"):
-        value.assign(1.5)
-
-
-def test_assign_of_an_integer_that_jax_would_truncate_is_refused(two):
-    value = two.put(jdist.Mirrored(np.int32(0)))
-    assert int(value.assign(np.int64(2**31 - 1)).read()) == 2**31 - 1
-    with pytest.raises(TypeError, match=r"is int32 and cannot hold int64\[\] without loss"):
-        value.assign(np.int64(2**31))
-
-
-HELD = {
-    "float_of_int": (np.float32(0), 3),
-    "float_of_double": (np.float32(0), np.float64(0.5)),
-    "float_of_bool": (np.float32(0), True),
-    "bfloat16": (jnp.bfloat16(0), 1.5),
-    "bfloat16_of_float": (jnp.bfloat16(0), np.float32(1.5)),
-    "complex_of_float": (np.complex64(0), 2.5),
-    "complex": (np.complex64(0), 1 - 2j),
-    "bool": (np.False_, True),
-    "int": (np.int32(0), np.int64(7)),
-}
-
-
-@pytest.mark.parametrize("old, new", HELD.values(), ids=HELD)
+@each_row("old, new", HELD)
 def test_assign_casts_without_loss(old, new, two):
     result = two.put(jdist.Mirrored(old)).assign(new).read()
     assert result.dtype == old.dtype
     assert complex(result) == complex(new)
+
+
+@each_row("old, new, text", LOST)
+def test_assign_with_a_loss_is_refused(old, new, text, two):
+    with pytest.raises(TypeError, match=rf"is {old.dtype} and cannot hold {text} without loss"):
+        two.put(jdist.Mirrored(old)).assign(new)
 
 
 def test_assign_of_keys_accepts_keys_of_the_same_dtype(two):
