@@ -12,11 +12,9 @@ import pytest
 import jdist
 from jdist.data import Stats
 
-from laws import STRATEGIES, each_row
+from laws import each_row
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
-REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
-every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 PATIENCE = 30  # seconds until a test fails
 times = st.floats(0, 1e6)
 
@@ -49,47 +47,37 @@ def test_stats_count_batches_and_examples_without_padding(kind, prefetch, remain
     assert (stats.batches, stats.examples) == (batches - 2 * (remainder == "pad"), examples)
 
 
-def test_stats_of_a_new_iterator_are_zero():
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(8), 4))
+@each_row("kind", SOURCES)
+@each_row("prefetch", [0, 2])
+def test_stats_of_no_batch_of_one_and_of_all(kind, prefetch, two):
+    dataset = two.distribute_dataset(SOURCES[kind](16), 4, prefetch=prefetch)
+    iterator = iter(dataset)
     assert jdist.data.stats(iterator) == Stats() == Stats(0, 0, 0.0, 0.0, 0.0, 0)
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_stats_of_one_batch_have_startup_and_zero_rates(kind, prefetch):
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(SOURCES[kind](8), 4, prefetch=prefetch))
-    next(iterator)
-    stats = jdist.data.stats(iterator)
-    assert stats.startup > 0
-    assert dataclasses.replace(stats, startup=0) == Stats(batches=1, examples=4, first=4)
-    assert (stats.stalled_fraction, stats.waiting_fraction, stats.examples_per_second) == (0, 0, 0)
-    iterator.close()
-
-
-def test_stats_are_not_changed_by_later_batches():
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(12), 4))
     next(iterator)
     first = jdist.data.stats(iterator)
-    copy = dataclasses.replace(first)
+    assert first.startup > 0
+    assert dataclasses.replace(first, startup=0) == Stats(batches=1, examples=4, first=4)
+    assert (first.stalled_fraction, first.waiting_fraction, first.examples_per_second) == (0, 0, 0)
     list(iterator)
-    assert first == copy
-    assert jdist.data.stats(iterator).batches == 3
+    assert dataclasses.replace(first, startup=0) == Stats(batches=1, examples=4, first=4)  # unchanged
+    assert jdist.data.stats(iter(dataset)) == Stats()  # of another iterator
+    stats = jdist.data.stats(iterator)
+    # Between receiving the first of 4 batches and the last one there are 3 steps: 12 examples, not 16.
+    assert stats.examples_per_second * (stats.waiting + stats.working) == pytest.approx(12)
+    if prefetch == 0:  # each step waits for its batch
+        assert (stats.batches, stats.stalled) == (4, 3)
+    elif kind == "arrays":
+        assert (stats.batches, stats.stalled) == (4, 0)
+    assert Stats(**json.loads(json.dumps(dataclasses.asdict(stats)))) == stats
 
 
-def test_stats_of_two_iterators_are_independent():
-    dataset = REPLICAS["mirrored_2"].distribute_dataset(np.arange(12), 4)
-    one, other = iter(dataset), iter(dataset)
-    list(one)
-    assert (jdist.data.stats(one).batches, jdist.data.stats(other).batches) == (3, 0)
-
-
-def test_stats_do_not_count_a_failed_batch():
+def test_stats_do_not_count_a_failed_batch(two):
     def source(step):
         if step == 2:
             raise OSError("disk")
         return np.arange(4)
 
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(source, None, epochs=None))
+    iterator = iter(two.distribute_dataset(source, None, epochs=None))
     next(iterator), next(iterator)
     before = jdist.data.stats(iterator)
     with pytest.raises(OSError):
@@ -110,9 +98,9 @@ class _Held:
         return np.arange(4)
 
 
-def test_stats_count_a_step_as_stalled_if_its_batch_was_not_ready():
+def test_stats_count_a_step_as_stalled_if_its_batch_was_not_ready(two):
     source = _Held()
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(source, None, epochs=None, prefetch=1))
+    iterator = iter(two.distribute_dataset(source, None, epochs=None, prefetch=1))
     source.go.release()
     next(iterator)  # the first batch does not count as stalled
     for number in range(4):
@@ -135,7 +123,7 @@ def test_stats_count_a_step_as_stalled_if_its_batch_was_not_ready():
     iterator.close()
 
 
-def test_stats_do_not_count_a_step_as_stalled_if_its_batch_was_prefetched():
+def test_stats_do_not_count_a_step_as_stalled_if_its_batch_was_prefetched(two):
     reached, given = threading.Event(), []
 
     def source(step):
@@ -144,7 +132,7 @@ def test_stats_do_not_count_a_step_as_stalled_if_its_batch_was_prefetched():
             reached.set()
         return np.arange(4)
 
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(source, None, epochs=None, prefetch=12))
+    iterator = iter(two.distribute_dataset(source, None, epochs=None, prefetch=12))
     next(iterator)
     assert reached.wait(PATIENCE)
     for _ in range(8):
@@ -154,22 +142,8 @@ def test_stats_do_not_count_a_step_as_stalled_if_its_batch_was_prefetched():
     iterator.close()
 
 
-def test_stats_of_arrays_in_memory_are_never_stalled():
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(40), 4))
-    list(iterator)
-    assert (jdist.data.stats(iterator).batches, jdist.data.stats(iterator).stalled) == (10, 0)
-
-
-def test_every_step_is_stalled_without_prefetching():
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(_Stream(40), 4, prefetch=0))
-    list(iterator)
-    stats = jdist.data.stats(iterator)
-    assert (stats.stalled, stats.stalled_fraction) == (9, 1)
-    assert stats.waiting > 0
-
-
-def test_stats_continue_after_set_state_and_exclude_the_time_between():
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(_Stream(40), 4))
+def test_stats_continue_after_set_state_and_exclude_the_time_between(two):
+    iterator = iter(two.distribute_dataset(_Stream(40), 4))
     start = iterator.get_state()
     next(iterator), next(iterator)
     before = jdist.data.stats(iterator)
@@ -177,15 +151,6 @@ def test_stats_continue_after_set_state_and_exclude_the_time_between():
     assert jdist.data.stats(iterator) == before
     list(iterator)
     assert (jdist.data.stats(iterator).batches, jdist.data.stats(iterator).examples) == (12, 48)
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_examples_per_second_cover_the_measured_steps(kind):
-    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(SOURCES[kind](16), 4))
-    list(iterator)
-    stats = jdist.data.stats(iterator)
-    # Between receiving the first of 4 batches and the last one there are 3 steps: 12 examples, not 16.
-    assert stats.examples_per_second * (stats.waiting + stats.working) == pytest.approx(12)
 
 
 @few
@@ -198,14 +163,3 @@ def test_fractions_are_between_0_and_1(batches, examples, startup, waiting, work
     assert stats.stalled_fraction == min(stalled, batches - 1) / (batches - 1)
     hypothesis.assume(waiting + working > 1e-3)
     assert stats.waiting_fraction == pytest.approx(waiting / (waiting + working))
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_stats_are_json_as_a_dict(kind):
-    iterator = iter(REPLICAS["mirrored_3"].distribute_dataset(SOURCES[kind](20), 6, remainder="pad"))
-    list(iterator)
-    stats = jdist.data.stats(iterator)
-    fields = json.loads(json.dumps(dataclasses.asdict(stats)))
-    assert {"batches", "examples", "startup", "waiting", "working", "stalled"} <= set(fields)
-    assert Stats(**fields) == stats
-    json.dumps([stats.stalled_fraction, stats.waiting_fraction, stats.examples_per_second])

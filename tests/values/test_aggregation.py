@@ -65,18 +65,3 @@ def test_aggregated_rows_are_replicated_on_their_devices(how, strategy):
         np.testing.assert_allclose(aggregations.aggregate_rows(how, "value", elsewhere), result, rtol=1e-5, atol=1e-6)
     traced = jax.jit(lambda x: aggregations.aggregate_rows(how, "value", x))(rows)
     np.testing.assert_allclose(traced, result, rtol=1e-5, atol=1e-6)
-
-
-@each_row("leaf", [np.ones(2, bool), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
-@each_row("how", ADDED)
-def test_rows_of_a_dtype_without_that_aggregation_are_refused_by_name(how, leaf):
-    with pytest.raises(TypeError, match=r"state\['x'\] is .*(bool|key<fry>)\["):
-        aggregations.aggregate_rows(how, "state['x']", leaf)
-
-
-@pytest.mark.parametrize("leaf", [np.array([False, True]), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
-def test_first_of_rows_may_be_of_any_dtype(leaf, two):
-    plain = jax.random.key_data if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray
-    for rows in (leaf, jnp.asarray(leaf), two.put(jdist.PerReplica(leaf)).tree):
-        result = aggregations.aggregate_rows(jdist.VariableAggregation.ONLY_FIRST_REPLICA, "value", rows)
-        np.testing.assert_array_equal(plain(result), plain(leaf)[0])

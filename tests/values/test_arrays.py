@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jdist
 from jdist._src.devices.mesh import Replicas, replica_mesh, replicated_sharding
 from jdist._src.values import array_checks, array_copies, replica_rows
 from jdist._src.values.reduce_op import ReduceOp
@@ -58,47 +57,6 @@ def test_placed_array_does_not_share_memory(mesh):
     x = jax.device_put(jnp.arange(3.0), replicated_sharding(mesh))
     array_copies.device_put_copy(x, replicated_sharding(mesh)).delete()
     assert not x.is_deleted()
-
-
-def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
-    mesh = jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]).mesh
-    ids = np.arange(6).reshape(3, 2)
-    rows = array_copies.device_put_copy(ids, Replicas.from_mesh(mesh, None).per_replica_sharding)
-    copies = replica_rows.local_shards(array_copies.device_put_copy(ids, replicated_sharding(mesh)))
-    for result, expected in (
-        (replica_rows.local_rows(rows), ids),
-        (replica_rows.local_shards(rows), ids[:, None]),
-        (copies, [ids] * 3),
-    ):
-        np.testing.assert_array_equal(np.stack(result), np.stack(expected))
-        assert [x.devices() for x in result] == [{device} for device in mesh.devices.flat]
-
-
-def test_local_rows_have_their_shapes_without_padding(mesh):
-    n = mesh.size
-    x = np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32)
-    shapes = tuple((i % 4, 1 + i % 2) for i in range(n))
-    for rows in (x, array_copies.device_put_copy(x, Replicas.from_mesh(mesh, None).per_replica_sharding)):
-        for unpadded, largest, shape in zip(replica_rows.local_rows(rows, shapes), x, shapes, strict=True):
-            np.testing.assert_array_equal(unpadded, largest[: shape[0], : shape[1]])
-
-
-def test_repeat_rows_has_one_equal_row_per_replica(mesh):
-    result = replica_rows.repeat_rows(
-        array_copies.device_put_copy(np.arange(3), replicated_sharding(mesh)),
-        mesh.size,
-        Replicas.from_mesh(mesh, None).per_replica_sharding,
-    )
-    np.testing.assert_array_equal(result, [np.arange(3)] * mesh.size)
-    assert result.sharding.is_equivalent_to(Replicas.from_mesh(mesh, None).per_replica_sharding, 2)
-
-
-@pytest.mark.parametrize("times", [1, 2, 3, 8])
-def test_shares_of_integers_add_up_exactly(times):
-    for x in (np.int32([-9, -1, 0, 1, 7, 64]), np.int8([-128, 127]), np.uint8([255, 3])):
-        rows = np.asarray(replica_rows.split_into_shares(jnp.asarray(x), times, None))
-        assert rows.dtype == x.dtype
-        np.testing.assert_array_equal(rows.astype(np.int64).sum(0), x)
 
 
 UNEVEN = ((2, 3), (0, 3), (1, 3))
