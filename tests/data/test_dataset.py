@@ -190,9 +190,6 @@ def test_position_between_filled_up_batches_continues_on_another_number_of_repli
     assert_resumes_at_every_batch(dataset, REPLICAS["mirrored_3"], others)
 
 
-NO_ARRAY = r"but must be an array with one row per example"
-
-
 SPLIT = r"batch of {} examples cannot be split over 2 replicas"
 REFUSED = {
     "batch_between": (dict(batch_size=5), SPLIT.format(5) + r" \(1 left over\).*use 4 or 6"),
@@ -207,12 +204,6 @@ REFUSED = {
     "seed_negative": (dict(seed=-1), r"`seed` must be an integer from 0 to 2\*\*64 - 1, got -1"),
     "seed_too_large": (dict(seed=2**64), r"`seed` must be an integer from 0 to 2\*\*64 - 1, got 18446744073709551616"),
     "no_epoch": (dict(epochs=0), r"`epochs` must be at least 1, or None for an infinite data set, got 0"),
-    "no_arrays": (
-        dict(source={}),
-        r"data source contains no arrays\. Pass an array, or a tree of arrays with one row per example",
-    ),
-    "none": (dict(source=None), r"data source contains no arrays\. Pass an array"),
-    "python_numbers": (dict(source=[1, 2, 3, 4]), rf"source\[0\] is 1, {NO_ARRAY}"),
     "empty": (dict(source={"x": np.zeros((0, 3))}), r"The source is empty: there is nothing to distribute"),
     **{
         f"{name}_{value}": ({name: value}, rf"`{name}` must be an integer, got {value}")
