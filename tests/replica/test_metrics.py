@@ -13,6 +13,8 @@ import sklearn.metrics
 import jdist
 from jdist import metrics
 
+from laws import each_row
+
 WIDTH = 6
 CLASSES = 4
 some = hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
@@ -353,7 +355,8 @@ def test_weights_of_examples_count_for_each_of_their_tokens():
 
 
 FOUR, TWO = np.zeros((4, 3), np.float32), np.zeros(2, np.int32)
-UPDATE_REFUSED = {
+MERGE_MESSAGE = "Cannot merge TopKAccuracy.* metrics must have the same class and size"
+REFUSED = {
     "labels": (
         lambda: metrics.Accuracy().update(FOUR, TWO),
         r"logits float32\[4,3\] are .* need integer labels .*, got int32\[2\]",
@@ -397,13 +400,27 @@ UPDATE_REFUSED = {
         lambda: metrics.F1.empty(3).update(TWO, TWO, weights=np.ones(3, np.float32)),
         r"weights float32\[3\] do not match labels int32\[2\]",
     ),
+    "no_classes_of_matrix": (lambda: metrics.ConfusionMatrix.empty(0), "`num_classes` must be at least 1, got 0"),
+    "no_classes_of_f1": (lambda: metrics.F1.empty(0), "`num_classes` must be at least 1, got 0"),
+    "merge_of_classes": (lambda: metrics.TopKAccuracy(2).merge(metrics.Sum()), MERGE_MESSAGE),
+    "merge_of_k": (lambda: metrics.TopKAccuracy(2).merge(metrics.TopKAccuracy(1)), MERGE_MESSAGE),
+    "merge_of_sizes": (
+        lambda: metrics.ConfusionMatrix.empty(1).merge(metrics.ConfusionMatrix.empty(3)),
+        r"Cannot merge .*\(1, 1\).* and .*\(3, 3\)",
+    ),
 }
 
 
-@pytest.mark.parametrize("call, message", UPDATE_REFUSED.values(), ids=UPDATE_REFUSED)
-def test_update_with_invalid_arguments_is_refused(call, message):
+@each_row("call, message", REFUSED.values(), ids=REFUSED)
+def test_call_with_invalid_arguments_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@each_row("values", [np.complex64([1j]), jax.random.key(0)], ids=["complex", "key"])
+def test_values_that_are_not_real_numbers_are_refused(values):
+    with pytest.raises(TypeError, match="values is .* a metric needs real numbers"):
+        metrics.Mean().update(values)
 
 
 def test_update_with_a_wrapper_on_the_host_is_refused(two):
@@ -415,12 +432,6 @@ def test_update_with_a_wrapper_on_the_host_is_refused(two):
     ):
         with pytest.raises(TypeError, match=r"PerReplica\(float32\[2,3\]\).*`strategy\.run\(fn, \(value,\)\)`"):
             metric.update(*args)
-
-
-@pytest.mark.parametrize("other", [metrics.Sum(), metrics.TopKAccuracy(1)], ids=["class", "k"])
-def test_merge_with_another_metric_is_refused(other):
-    with pytest.raises(ValueError, match="Cannot merge TopKAccuracy.* metrics must have the same class and size"):
-        metrics.TopKAccuracy(2).merge(other)
 
 
 def test_metric_is_frozen():
@@ -444,23 +455,6 @@ def test_counts_beyond_32_bits_are_added_on_the_host():
     np.testing.assert_allclose(metrics.Sum().update(np.array([2**31 + 512])).compute(), 2.0**31 + 512)
 
 
-@pytest.mark.parametrize("values", [np.complex64([1j]), jax.random.key(0)], ids=["complex", "key"])
-def test_values_that_are_not_real_numbers_are_refused(values):
-    with pytest.raises(TypeError, match="values is .* a metric needs real numbers"):
-        metrics.Mean().update(values)
-
-
 def test_lists_are_values_like_arrays():
     assert float(metrics.Accuracy().update([[0.0, 1.0]], [1]).compute()) == 1.0
     assert float(metrics.MeanSquaredError().update([0.0, 1.0], [1, 1]).compute()) == 0.5
-
-
-@pytest.mark.parametrize("make", [metrics.ConfusionMatrix.empty, metrics.F1.empty])
-def test_metric_without_classes_is_refused(make):
-    with pytest.raises(ValueError, match="`num_classes` must be at least 1, got 0"):
-        make(0)
-
-
-def test_merge_of_matrices_of_different_sizes_is_refused():
-    with pytest.raises(ValueError, match=r"Cannot merge .*\(1, 1\).* and .*\(3, 3\)"):
-        metrics.ConfusionMatrix.empty(1).merge(metrics.ConfusionMatrix.empty(3))
