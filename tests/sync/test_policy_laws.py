@@ -20,7 +20,6 @@ from jdist._src.jaxpr import replication
 
 from laws import among, arrays, assert_in_step, each_value
 from policies import (
-    CONDITIONAL,
     FEEDBACK,
     LOCAL_UPDATES,
     POLICIES,
@@ -37,17 +36,13 @@ from policies import (
     train,
 )
 
-LOW_COVERAGE = ("one_device", "mirrored_1", "mirrored_2", "groups_of_1")  # strategies that add little coverage
-
-
-DEFAULT = each_value([case for case in cases(POLICIES) if case[1] not in LOW_COVERAGE])[::3]
-
-
-def marked_cases(policies):
-    """Returns the cases. Those outside `DEFAULT` are slow; of strategies that add little coverage, every third."""
-    common = [case for case in cases(policies) if case[1] not in LOW_COVERAGE]
-    rare = [case for case in cases(policies) if case[1] in LOW_COVERAGE][::3]
-    return [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in common + rare]
+# A mesh of one axis and a mesh of two. The other strategies take the same paths.
+CASES = cases(POLICIES, ("mirrored_3", "groups_of_2"))
+# The policies that are not a composition of two others, nor another of them with another dtype.
+SINGLE = [
+    *("mean", "in_dtype", "int8", "int8_stochastic", "top_k", "power_sgd", "every", "skip_nonfinite"),
+    *("local_sgd", "diloco", "streaming_diloco"),
+]
 
 
 def sgd():
@@ -68,31 +63,22 @@ def trained(name, strategy_name):
     return state, step.proof
 
 
-@pytest.mark.parametrize("name, strategy_name", marked_cases(POLICIES))
-def test_replicas_are_bitwise_equal_after_a_synchronization_step(name, strategy_name):
-    state, _ = trained(name, strategy_name)
+@pytest.mark.parametrize("case", among(CASES, *each_value(CASES)[::3]), ids="-".join)
+def test_replicas_are_bitwise_equal_after_a_synchronization_step(case):
+    """Parameters are proved replicated, or trained separately and read as their mean."""
+    name, strategy_name = case
+    state, proof = trained(name, strategy_name)
     assert_synchronized(state.params)
     moved = jax.tree.map(lambda now, first: not np.array_equal(now, first), read(state.params), first_params())
     assert all(jax.tree.leaves(moved))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(read(state.params)))
-
-
-@pytest.mark.parametrize("name, strategy_name", marked_cases(REDUCING | CONDITIONAL))
-def test_parameters_of_a_policy_without_local_updates_are_proved_replicated(name, strategy_name):
-    state, proof = trained(name, strategy_name)
-    names = {
-        "state.params" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
-    }
-    assert len(names) == 4
-    assert names <= set(proof.replicated)
-
-
-@pytest.mark.parametrize("name, strategy_name", marked_cases(LOCAL_UPDATES))
-def test_diverging_parameters_are_read_as_their_mean_and_trainable(name, strategy_name):
-    state, proof = trained(name, strategy_name)
-    assert not any(name.startswith("state.params") for name in proof.replicated)
-    for leaf in jax.tree.leaves(state.params, is_leaf=lambda x: isinstance(x, jdist.SyncOnRead)):
-        assert (leaf.aggregation, leaf.trainable) == (jdist.VariableAggregation.MEAN, True)
+    replicated = [leaf for leaf in proof.replicated if leaf.startswith("state.params")]
+    if name in LOCAL_UPDATES:
+        assert not replicated
+        for leaf in jax.tree.leaves(state.params, is_leaf=lambda x: isinstance(x, jdist.SyncOnRead)):
+            assert (leaf.aggregation, leaf.trainable) == (jdist.VariableAggregation.MEAN, True)
+    else:
+        assert len(replicated) == len(jax.tree.leaves(state.params)) == 4
 
 
 def first_cond(strategy, tx):
@@ -207,7 +193,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("strategy_name", among(["one_device", "mirrored_2", "mirrored_3"], "mirrored_3"))
+@pytest.mark.parametrize("strategy_name", among(["one_device", "mirrored_3"], "mirrored_3"))
 @pytest.mark.parametrize("law", LAWS)
 def test_policy_equals_another_one(law, strategy_name):
     one, other, tolerance = LAWS[law]
@@ -228,7 +214,7 @@ def test_policy_outside_any_strategy_returns_the_gradients(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", among([name for name in POLICIES if name != "hierarchical"], "int8", "diloco"))
+@pytest.mark.parametrize("name", SINGLE)
 def test_policy_outside_any_strategy_trains_as_on_one_device(name):
     tx, params = POLICIES[name](sgd()), first_params()
     strategy = POLICY_STRATEGIES["one_device"]()
@@ -243,7 +229,6 @@ def test_policy_outside_any_strategy_trains_as_on_one_device(name):
 
 # --- inside other transformations of optax
 
-SOME = ("mean", "in_dtype", "int8", "int8_stochastic", "top_k", "power_sgd", "every", "skip_nonfinite")
 MASK = {"in": {"w": True, "b": True}, "out": False, "scale": True}
 LABELS = {"in": "trained", "out": "frozen", "scale": "trained"}
 WRAPPED = {
@@ -267,9 +252,14 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPED)
-@pytest.mark.parametrize("name", among(SOME, "power_sgd", "every"))
-def test_replicas_agree_with_a_policy_inside_a_transformation_of_optax(name, wrapper, two):
+# Two policies in each transformation, and each policy in one.
+INSIDE = [(name, wrapper) for name in ("power_sgd", "every") for wrapper in WRAPPED]
+OTHERS = each_value([(name, wrapper) for name in SINGLE if name not in LOCAL_UPDATES for wrapper in WRAPPED])
+
+
+@pytest.mark.parametrize("case", among(dict.fromkeys([*INSIDE, *OTHERS]), *INSIDE), ids="-".join)
+def test_replicas_agree_with_a_policy_inside_a_transformation_of_optax(case, two):
+    name, wrapper = case
     wrap, frozen = WRAPPED[wrapper]
     state, _ = train(two, wrap(POLICIES[name]), 4)
     assert_synchronized(state.params)
@@ -305,9 +295,7 @@ def test_policy_within_multi_steps_updates_every_second_step(name, two):
 # --- in a loop, in other containers, of other trees
 
 
-@pytest.mark.parametrize(
-    "name", among([name for name in POLICIES if name != "hierarchical"], "int8", "every", "diloco")
-)
+@pytest.mark.parametrize("name", among(SINGLE, "int8", "every", "diloco"))
 def test_policy_in_a_scan_within_the_step_gives_the_same_result(name, two):
     tx = POLICIES[name](sgd())
 
@@ -347,7 +335,19 @@ class LinenNet(nn.Module):
         return nn.Dense(4)(jnp.tanh(nn.Dense(16)(x)))
 
 
-@pytest.mark.parametrize("name", among(["int8_stochastic", "every", *LOCAL_UPDATES], "int8_stochastic", "diloco"))
+def assert_trains(strategy, make, step, params_of):
+    """Asserts that four steps on one batch reduce the loss and leave equal parameters on all replicas; returns the state."""
+    state, losses = strategy.init(make), []
+    batch = next(iter(batches(strategy, 1)))
+    for _ in range(4):
+        state, value = step(state, batch)
+        losses.append(float(strategy.reduce("mean", value, axis=None)))
+    assert_synchronized(params_of(state))
+    assert losses[-1] < losses[0]
+    return state
+
+
+@pytest.mark.parametrize("name", ["int8_stochastic", "diloco"])
 def test_policy_in_an_nnx_optimizer_trains_and_synchronizes(name, two):
     def make():
         model = NnxNet(nnx.Rngs(0))
@@ -366,16 +366,10 @@ def test_policy_in_an_nnx_optimizer_trains_and_synchronizes(name, two):
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), value
 
-    state, losses = two.init(make), []
-    batch = next(iter(batches(two, 1)))
-    for _ in range(4):
-        state, value = step(state, batch)
-        losses.append(float(two.reduce("mean", value, axis=None)))
-    assert_synchronized(state[0])
-    assert losses[-1] < losses[0]
+    assert_trains(two, make, step, lambda state: state[0])
 
 
-@pytest.mark.parametrize("name", among(["power_sgd", "skip_nonfinite", *LOCAL_UPDATES], "power_sgd", "local_sgd"))
+@pytest.mark.parametrize("name", ["power_sgd", "local_sgd"])
 def test_policy_in_a_flax_train_state_trains_and_synchronizes(name, two):
     net, tx = LinenNet(), POLICIES[name](sgd())
 
@@ -389,14 +383,7 @@ def test_policy_in_a_flax_train_state_trains_and_synchronizes(name, two):
         value, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn(p, x) - y) ** 2))(state.params)
         return state.apply_gradients(grads=grads), value
 
-    state, losses = two.init(make), []
-    batch = next(iter(batches(two, 1)))
-    for _ in range(4):
-        state, value = step(state, batch)
-        losses.append(float(two.reduce("mean", value, axis=None)))
-    assert_synchronized(state.params)
-    assert int(state.step) == 4
-    assert losses[-1] < losses[0]
+    assert int(assert_trains(two, make, step, lambda state: state.params).step) == 4
 
 
 TREES = {
@@ -413,13 +400,19 @@ TREES = {
     "float16": lambda: {"w": jnp.ones((8, 8), jnp.float16), "b": jnp.ones(17, jnp.float16)},
     "of_two_kinds": lambda: {"w": jnp.ones((8, 8), jnp.bfloat16), "v": jnp.ones((8, 8))},
 }
-# Left out: `hierarchical`, which needs groups; `streaming_diloco`, which needs an array per fragment; `sum`, which is as `mean`;
-# the other dtype or rounding of a policy of this list; and compositions of two of them.
-ANY_TREE = ["mean", "in_dtype", "int8", "top_k", "power_sgd", "every", "skip_nonfinite", "local_sgd", "diloco"]
+ROOTS = ["empty", "a_number", "only_no_elements"]  # cannot be a part of another tree
+TREES["all_others"] = lambda: [make() for name, make in TREES.items() if name not in (*ROOTS, "all_others")]
+# `streaming_diloco` needs an array per fragment.
+ANY_TREE = [(name, tree) for name in ("int8", "power_sgd") for tree in TREES if tree != "all_others"]
+ANY_TREE += [
+    pytest.param(name, tree, marks=pytest.mark.slow)
+    for name in SINGLE
+    if name not in ("int8", "power_sgd", "streaming_diloco")
+    for tree in (*ROOTS, "all_others")
+]
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", among(ANY_TREE, "int8", "power_sgd"))
+@pytest.mark.parametrize("name, tree", ANY_TREE)
 def test_policy_keeps_structure_shapes_and_dtypes_of_any_tree(name, tree, two):
     tx, make = POLICIES[name](optax.sgd(0.5)), TREES[tree]
 
