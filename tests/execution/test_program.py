@@ -1,6 +1,7 @@
 """Programs: the number of traces and compilations, donation, loops of unblocked calls, and errors about arguments."""
 
 import contextlib
+import re
 
 import chex
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, copies, forget_failed_callbacks, rows
+from laws import STRATEGIES, copies, each_row, forget_failed_callbacks, rows
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -100,9 +101,8 @@ def test_steady_steps_transfer_nothing_between_host_and_devices_implicitly(strat
         for _ in range(3):
             state, _ = step(state, next(batches))
         with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-            step(
-                state, jdist.PerReplica(np.ones((strategy.num_replicas_in_sync, 4, 4), np.float32))
-            )  # the guard is active
+            # The guard is active.
+            step(state, jdist.PerReplica(np.ones((strategy.num_replicas_in_sync, 4, 4), np.float32)))
     np.testing.assert_array_equal(state, 4 * 24 / strategy.num_replicas_in_sync)
 
 
@@ -118,8 +118,7 @@ def _roll(state, share):
     }, None
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-@pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas, steps", [(2, 200), (8, 200), pytest.param(8, 2000, marks=pytest.mark.slow)])
 def test_loop_of_unblocked_steps_has_the_right_result(replicas, steps):
     """The steps roll the rows of `w` by one, each replica computing a share. All values are exact in float32."""
     strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
@@ -484,10 +483,8 @@ TRUNCATED = {
 }
 
 
-@pytest.mark.parametrize("call, name", TRUNCATED.values(), ids=TRUNCATED)
-@pytest.mark.parametrize("strategy_name", ["mirrored_2", "sharded_4", "central_2"])
-def test_integer_that_would_be_truncated_raises_with_its_name(call, name, strategy_name):
-    strategy = STRATEGIES[strategy_name]()
+@each_row("call, name", TRUNCATED.values(), ids=TRUNCATED)
+def test_integer_that_would_be_truncated_raises_with_its_name(call, name, strategy):
     with strategy.scope(), pytest.raises(ValueError, match=f"^{name}{TOO_LARGE}"):
         call(strategy)
 
@@ -506,11 +503,8 @@ def test_large_integer_in_the_state_of_a_later_call_of_a_compiled_step_raises(st
     state = strategy.put({"n": np.int32(1)})
     for _ in range(3):
         state, _ = step(state, 1.0)
-    for number in (
-        BIG,
-        np.int64(5),
-        BIG,
-    ):  # host values: a signature that JAX has not compiled yet, then one that it has
+    # Host values: a signature that JAX has not compiled yet, then one that it has.
+    for number in (BIG, np.int64(5), BIG):
         if number == BIG:
             with pytest.raises(ValueError, match=rf"^state\['n'\]{TOO_LARGE}"):
                 step({"n": number}, 1.0)
@@ -527,25 +521,20 @@ NOT_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("value, dtype", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
+@each_row("value, dtype", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
 def test_leaf_that_is_not_a_number_raises_with_its_name(value, dtype, two):
-    raises = lambda name: pytest.raises(TypeError, match=rf"^{name} is {dtype}: devices hold numbers, booleans and")
-    with raises(r"value\['x'\]"):
-        two.put({"x": value})
-    with raises(r"value\['x'\]\[0\]"):
-        two.put({"x": jdist.Mirrored([value])})
-    with raises(r"state\['x'\]"):
-        two.init(lambda: {"x": value})
-    with raises(r"batch\[0\]"):
-        two.init(lambda batch: 1.0, [value])
-    with raises(r"output\['x'\]"):
-        two.run(lambda: {"x": value})
-    with raises(r"output\[0\]"):
-        two.step(lambda state: (state, [value]))(two.put(1.0))
-    with raises("value"):
-        two.run(lambda: jdist.broadcast(value))
-    with raises(r"value\[0\]"):
-        two.run(lambda: jdist.all_gather([value], 0))
+    for name, call in (
+        ("value['x']", lambda: two.put({"x": value})),
+        ("value['x'][0]", lambda: two.put({"x": jdist.Mirrored([value])})),
+        ("state['x']", lambda: two.init(lambda: {"x": value})),
+        ("batch[0]", lambda: two.init(lambda batch: 1.0, [value])),
+        ("output['x']", lambda: two.run(lambda: {"x": value})),
+        ("output[0]", lambda: two.step(lambda state: (state, [value]))(two.put(1.0))),
+        ("value", lambda: two.run(lambda: jdist.broadcast(value))),
+        ("value[0]", lambda: two.run(lambda: jdist.all_gather([value], 0))),
+    ):
+        with pytest.raises(TypeError, match=rf"^{re.escape(name)} is {dtype}: devices hold numbers, booleans and"):
+            call()
 
 
 CALLS = {

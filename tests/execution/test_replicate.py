@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, each_row, rows
 
 
 def nested(tree, scale=1.0):
@@ -146,25 +146,21 @@ OTHER_DEVICES = {
 }
 
 
-@pytest.mark.parametrize("make, ours", [(m, w) for m, *w in OTHER_DEVICES.values()], ids=OTHER_DEVICES)
-@pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by_name"])
-def test_run_with_argument_of_another_strategy_raises_with_its_name(make, ours, by_name, two):
+@each_row("make, ours", [(m, w) for m, *w in OTHER_DEVICES.values()], ids=OTHER_DEVICES)
+def test_argument_of_another_strategy_raises_with_its_name_and_the_state_is_not_donated(make, ours, two):
     def predict(batch, weight):
         return batch["image"]
 
-    batch, weight = {"image": make()}, np.ones(2)
-    arguments = ((), {"batch": batch, "weight": weight}) if by_name else ((batch, weight),)
-    message = rf"batch\['image'\].*this strategy ({'|'.join(map(re.escape, ours))})"
-    with pytest.raises(ValueError, match=message):
-        two.run(predict, *arguments)
-
-
-@pytest.mark.parametrize("make", [value[0] for value in OTHER_DEVICES.values()], ids=OTHER_DEVICES)
-def test_step_with_batch_of_another_strategy_raises_and_does_not_donate_the_state(make, two):
     step = two.step(lambda state, batch: (state, batch["image"]))
-    state = two.put(np.ones(3))
-    with pytest.raises(ValueError, match=r"batch\['image'\].*this strategy"):
-        step(state, {"image": make()})
+    state, batch, weight = two.put(np.ones(3)), {"image": make()}, np.ones(2)
+    message = rf"batch\['image'\].*this strategy ({'|'.join(map(re.escape, ours))})"
+    for call in (
+        lambda: two.run(predict, (batch, weight)),
+        lambda: two.run(predict, (), {"batch": batch, "weight": weight}),
+        lambda: step(state, batch),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     np.testing.assert_array_equal(state, 1)
     step(state, {"image": rows(two, 2)})
 
