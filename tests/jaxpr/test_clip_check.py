@@ -13,7 +13,7 @@ import jdist
 from jdist import ClippedPerReplicaWarning, sync
 from jdist._src.jaxpr import clip_check
 
-from laws import among, each_row
+from laws import each_row, each_value
 
 CLIPS = {
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
@@ -113,8 +113,7 @@ LOCAL_POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", among(LOCAL_POLICIES, "local_sgd_1", "diloco_2", "streaming_2"))
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name, clip", each_value([(name, clip) for name in LOCAL_POLICIES for clip in CLIPS]))
 def test_clipping_in_local_steps_does_not_warn(two, name, clip):
     policy, clipped = LOCAL_POLICIES[name], CLIPS[clip]()
     assert warned(two, policy(optax.chain(clipped, optax.sgd(0.1))))[0] == []

@@ -242,12 +242,8 @@ def every_collective(x):
     return functools.reduce(lambda x, fn: jnp.sin(fn(x)), SAME.values(), x)
 
 
-QUICK = ("scan_reverse", "cond", "fori_loop", "remat_policy", "custom_vjp")
-
-
-@pytest.mark.parametrize(
-    "nest", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NESTS]
-)
+# The random nests below contain the others.
+@pytest.mark.parametrize("nest", ["scan_reverse", "cond", "fori_loop", "remat_policy", "custom_vjp"])
 def test_collectives_inside_calls_branches_and_loops_equal_one_device(nest):
     law(with_gradient(NESTS[nest](every_collective)), X)
 
