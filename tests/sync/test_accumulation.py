@@ -11,7 +11,6 @@ from test_local_updates import (
     collectives,
     collectives_of,
     kinds,
-    loss,
     make_state,
     make_step,
     mirrored,
@@ -194,16 +193,8 @@ def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
     np.testing.assert_allclose(history[-1][0], on_one_device(optax.adam(0.05), data)[-1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_nested_accumulation_equals_one_of_the_product(two):
-    data = list(batches(12, 2))
-    _, nested = trained(two, sync.every(sync.every(reduced(optax.adam(0.1)), 3), 2), data)
-    _, flat = trained(two, sync.every(reduced(optax.adam(0.1)), 6), data)
-    np.testing.assert_allclose(nested, flat, rtol=1e-4, atol=1e-6)
-
-
-def test_weights_reach_a_nested_accumulation(two):
-    """Four batches, accumulated in pairs, are averaged by their weights as in one accumulation of four."""
+    """Also with weights: four batches, accumulated in pairs, are averaged as in one accumulation of four."""
     data, results = list(weighted_batches(4, 2)), []
     for tx in (sync.every(reduced(optax.sgd(0.1)), 4), sync.every(sync.every(reduced(optax.sgd(0.1)), 2), 2)):
         state, step = make_state(two, tx), weighted_step(two, tx)
@@ -213,17 +204,17 @@ def test_weights_reach_a_nested_accumulation(two):
     np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-6)
 
 
-def test_accumulation_around_local_sgd_is_local_sgd_on_the_larger_batches(two):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sync.every(sync.local_sgd(optax.sgd(0.1), every=2), 2),
+        lambda: sync.local_sgd(sync.every(optax.sgd(0.1), 2), every=4),  # the accumulation is local to each replica
+    ],
+    ids=["around", "within"],
+)
+def test_accumulation_around_or_within_local_sgd_is_local_sgd_on_the_larger_batches(two, make):
     data = list(batches(8, 2))
-    _, history = trained(two, sync.every(sync.local_sgd(optax.sgd(0.1), every=2), 2), data)
-    larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
-    _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
-    np.testing.assert_allclose(history[1::2], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_accumulation_within_local_sgd_is_local_to_each_replica(two):
-    data = list(batches(8, 2))
-    _, history = trained(two, sync.local_sgd(sync.every(optax.sgd(0.1), 2), every=4), data)
+    _, history = trained(two, make(), data)
     larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
     _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
     np.testing.assert_allclose(history[1::2], expected, rtol=1e-4, atol=1e-6)
@@ -393,13 +384,6 @@ def test_integers_among_the_gradients_are_finite():
     state = tx.init({"n": jnp.int32(0)})
     updates, state = tx.update({"n": jnp.int32(3)}, state)
     assert (int(updates["n"]), int(state.skipped)) == (3, 0)
-
-
-def test_weighted_reference_loss_equals_the_loss_of_the_model():
-    """The reference above uses weights, the steps do not."""
-    x, y, w = next(together(list(batches(2, 2)), 2))
-    error = x @ START - y
-    np.testing.assert_allclose(loss(tree_of(START), x, y), np.mean(w * error**2), rtol=1e-5)
 
 
 def test_every_without_a_reduction_is_rejected_with_the_fix(two):

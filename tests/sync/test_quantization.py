@@ -142,13 +142,13 @@ def test_stochastic_rounding_is_correct_on_average_and_differs_between_steps(two
     zeros = jnp.zeros(64)
     update = two.step(lambda state, grads: tx.update(grads, state, zeros)[::-1])
     results = []
-    for seed in range(60):
+    for seed in range(20):
         tx = sync.int8(rounding="stochastic", block_size=64, seed=seed)
         state = two.init(lambda: tx.init(zeros))  # noqa: B023
         results.append(np.asarray(update(state, grads)[1]))
     exact, step = np.mean(grads.tree, 0), np.abs(grads.tree).max() / 127
-    assert len({one.tobytes() for one in results}) == 60
-    assert (np.abs(np.mean(results, 0) - exact) < 5 * step / np.sqrt(60)).all()
+    assert len({one.tobytes() for one in results}) == 20
+    assert (np.abs(np.mean(results, 0) - exact) < 5 * step / np.sqrt(20)).all()
 
 
 def test_stochastic_rounding_of_equal_gradients_differs_between_replicas(two):
@@ -180,13 +180,8 @@ def test_int8_with_an_unknown_rounding_is_refused(rounding):
         sync.int8(rounding=rounding)
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_int8_with_blocks_of_size_0_is_refused(size):
-    with pytest.raises(ValueError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size}"):
-        sync.int8(block_size=size)
-
-
-@pytest.mark.parametrize("size", [2.5, "16", None, True])
-def test_int8_with_a_block_size_that_is_not_an_integer_is_refused(size):
-    with pytest.raises(TypeError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size!r}"):
+@pytest.mark.parametrize("size", [0, -1, 2.5, "16", None, True])
+def test_int8_with_a_block_size_that_is_not_a_positive_integer_is_refused(size):
+    error = ValueError if size in (0, -1) else TypeError
+    with pytest.raises(error, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size!r}"):
         sync.int8(block_size=size)
