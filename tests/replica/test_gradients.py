@@ -327,20 +327,14 @@ def test_losses_that_are_not_numbers_are_refused(parts, losses, message):
         (1, (4, 3), (), "weights float32[4,3] do not match losses float32[4]"),
         (2, (4, 3), (), "weights float32[2,3] do not match losses float32[2]"),
         (1, (4, 3), (2,), "weights float32[4,3] do not match losses float32[4,2]"),
+        (1, (4,), None, "weights float32[4] do not match losses float32[]"),
     ],
 )
 def test_weights_that_do_not_fit_the_losses_are_refused(parts, shape, time, message):
-    x, y = data(1, 4, time, 0)
-    weights = np.ones(shape, np.float32)
+    x, y = data(1, 4, time or (), 0)
+    losses = squares if time is not None else lambda params, x, y: squares(params, x, y).mean()
     with pytest.raises(ValueError, match=re.escape(message)):
-        jdist.value_and_grad(squares, weights=weights, micro_batches=parts)(START, x[0], y[0])
-
-
-def test_weights_of_one_loss_for_all_rows_are_refused():
-    x, y = data(1, 4, (), 0)
-    mean = lambda params, x, y: squares(params, x, y).mean()
-    with pytest.raises(ValueError, match=r"weights float32\[4\] do not match losses float32\[\]"):
-        jdist.value_and_grad(mean, weights=np.ones(4, np.float32))(START, x[0], y[0])
+        jdist.value_and_grad(losses, weights=np.ones(shape, np.float32), micro_batches=parts)(START, x[0], y[0])
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -358,11 +352,10 @@ def test_wrapped_values_are_refused(two):
 
 def test_call_by_the_host_program_within_a_scope_is_refused(two):
     x, y = data(1, 4, (), 0)
-    with (
-        two.scope(),
-        pytest.raises(RuntimeError, match=r"`jdist\.value_and_grad` can only be called inside a function run by"),
-    ):
-        jdist.value_and_grad(squares)(START, x[0], y[0])
+    for name in ("value_and_grad", "global_loss"):
+        message = rf"`jdist\.{name}` can only be called inside a function run by"
+        with two.scope(), pytest.raises(RuntimeError, match=message):
+            getattr(jdist, name)(squares)(START, x[0], y[0])
 
 
 # -- global_loss -------------------------------------------------------------------------------------------------------
@@ -431,14 +424,6 @@ def test_global_loss_ignores_nan_of_a_replica_with_only_padding(two):
     weights = np.float32([1, 1, 0, 0])
     value, grad = two.run(of_replica, (two.split(INPUTS[:4]), two.split(weights)))
     assert np.isfinite(value) and np.isfinite(grad).all()
-
-
-def test_global_loss_in_the_cross_replica_context_raises(two):
-    with (
-        two.scope(),
-        pytest.raises(RuntimeError, match="`jdist.global_loss` can only be called inside a function run by"),
-    ):
-        jdist.global_loss(tanh_losses)({"w": WEIGHT}, INPUTS, TARGETS)
 
 
 def test_remat_that_is_not_a_policy_raises():
