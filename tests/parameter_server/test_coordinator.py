@@ -4,6 +4,7 @@ import contextvars
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from jdist.coordinator import (
     get_current_worker_index,
 )
 
+from laws import each_row
 from local_workers import PATIENCE, Workers, ends, in_thread, until, worker_threads
 
 
@@ -101,23 +103,9 @@ def test_ps4_fetch_returns_results_in_place_and_other_leaves_unchanged(coordinat
     assert coordinator.fetch(value).shape == (3,)
 
 
-def test_ps5_any_callable_is_scheduled_and_other_objects_are_refused(coordinator):
+def test_ps5_any_callable_is_scheduled(coordinator):
     functions = [jax.jit(lambda x: x + 1), lambda x: x + 1, jnp.int32(1).__add__, (1).__add__]
     assert [int(coordinator.schedule(fn, (1,)).fetch()) for fn in functions] == [2, 2, 2, 2]
-    with pytest.raises(TypeError, match=r"^`fn` must be a function, got int\.$"):
-        coordinator.schedule(5)
-
-
-def test_ps6_remote_value_as_an_argument_is_refused(coordinator):
-    value = coordinator.schedule(lambda: 1)
-    with pytest.raises(
-        ValueError, match=r"^`args\[0\]\['x'\]\[1\]` is a RemoteValue.*Pass its result: `value.fetch\(\)`"
-    ):
-        coordinator.schedule(print, ({"x": [1, value]},))
-    with pytest.raises(
-        ValueError, match=r"^`kwargs\['y'\]` is a RemoteValue, which a scheduled function cannot receive"
-    ):
-        coordinator.schedule(print, kwargs={"y": value})
 
 
 def test_ps7_coordinator_of_a_strategy_is_one_object():
@@ -131,10 +119,6 @@ def test_ps7_coordinator_of_a_strategy_is_one_object():
 def test_arguments_are_passed_by_position_and_name(coordinator):
     value = coordinator.schedule(lambda a, b, *, c: (a, b, c), (1, None), {"c": {"d": 3}})
     assert value.fetch() == (1, None, {"d": 3})
-    with pytest.raises(TypeError, match=r"`args` is a tuple of arguments, got int: write `schedule\(fn, \(value,\)\)`"):
-        coordinator.schedule(print, 3)
-    with pytest.raises(TypeError, match=r"`kwargs` must be a mapping.*`schedule\(fn, kwargs="):
-        coordinator.schedule(print, kwargs=[3])
 
 
 def test_remote_value_is_an_array_if_its_result_is_one(coordinator):
@@ -142,8 +126,6 @@ def test_remote_value_is_an_array_if_its_result_is_one(coordinator):
     assert np.asarray(value, dtype=np.float64).tolist() == [0.0, 1.0, 2.0]
     assert np.add(value, 1).tolist() == [1, 2, 3]
     assert np.asarray(coordinator.schedule(lambda: 2)) == 2
-    with pytest.raises(TypeError, match=r"The result of `<lambda>` is a dict, not an array\. Use `fetch\(\)`"):
-        np.asarray(coordinator.schedule(lambda: {"a": 1}))
 
 
 def test_random_keys_and_objects_are_fetched_unchanged(coordinator):
@@ -203,10 +185,7 @@ def test_scheduled_function_is_in_the_scope_of_its_caller(coordinator, two):
     assert value.fetch()
 
 
-def test_worker_index_is_defined_in_scheduled_functions_only(coordinator):
-    message = "^`get_current_worker_index` can only be called in a function that a worker runs"
-    with pytest.raises(RuntimeError, match=message):
-        get_current_worker_index()
+def test_worker_index_is_not_defined_while_jax_traces_a_function(coordinator):
     traced = coordinator.schedule(jax.jit(lambda: jnp.zeros(get_current_worker_index())))
     with pytest.raises(RuntimeError, match="was called while JAX traces a function: the index would be a constant"):
         traced.fetch()
@@ -247,28 +226,29 @@ def test_arrays_are_computed_when_the_function_has_run(coordinator, caplog):
 # Errors.
 
 
-def test_coordinator_knows_what_was_fetched(coordinator, monkeypatch):
-    for name in ("set_result", "set_exception"):
-        set_outcome = getattr(Future, name)
-        pauses = lambda *args, set_outcome=set_outcome: (set_outcome(*args), time.sleep(0.2))
-        monkeypatch.setattr(Future, name, pauses)
-    coordinator.schedule(int).fetch()
-    assert coordinator.done()
-    with pytest.raises(_FunctionError):
-        coordinator.schedule(_failing).fetch()
-    with pytest.raises(_FunctionError):
-        coordinator.done()
+@pytest.mark.parametrize("fn, outcome", [(int, "set_result"), (_failing, "set_exception")])
+def test_who_fetches_an_outcome_finds_the_function_ended_and_removes_its_report_at_exit(
+    coordinator, monkeypatch, fn, outcome
+):
+    set_outcome, conditions = getattr(Future, outcome), []
 
+    def record(*args):
+        is_reported = any(isinstance(key, Future) for key in exit_work._work)
+        conditions.append((coordinator._queue._lock.locked(), is_reported))
+        set_outcome(*args)
 
-def test_error_that_was_fetched_is_not_printed_at_exit(coordinator, monkeypatch):
-    set_error = Future.set_exception
-    monkeypatch.setattr(Future, "set_exception", lambda *args: (set_error(*args), time.sleep(0.2)))
-    with pytest.raises(_FunctionError):
-        coordinator.schedule(_failing).fetch()
-    until(lambda: "0 waiting, 0 running" in repr(coordinator))
-    assert not any(isinstance(key, Future) for key in exit_work._work)
-    with pytest.raises(_FunctionError):
-        coordinator.join()
+    monkeypatch.setattr(Future, outcome, record)
+    value = coordinator.schedule(fn)
+    if fn is int:
+        value.fetch()
+        assert coordinator.done()
+    else:
+        with pytest.raises(_FunctionError):
+            value.fetch()
+        assert not any(isinstance(key, Future) for key in exit_work._work)
+        with pytest.raises(_FunctionError):
+            coordinator.done()
+    assert conditions == [(True, fn is _failing)]  # nothing runs between the outcome and the end of the function
 
 
 def test_ps10_error_is_raised_once_and_functions_that_wait_are_cancelled():
@@ -305,14 +285,11 @@ def test_error_names_the_function_and_the_worker():
 
 
 def test_error_of_a_result_that_is_never_fetched_is_raised_by_the_next_call(coordinator):
-    coordinator.schedule(_failing)
-    until(lambda: "0 waiting, 0 running" in repr(coordinator))
-    with pytest.raises(_FunctionError):
-        coordinator.schedule(print)
-    coordinator.schedule(_failing)
-    until(lambda: "0 waiting, 0 running" in repr(coordinator))
-    with pytest.raises(_FunctionError):
-        coordinator.done()
+    for call in (lambda: coordinator.schedule(print), coordinator.done, coordinator.join):
+        coordinator.schedule(_failing)
+        until(lambda: "0 waiting, 0 running" in repr(coordinator))
+        with pytest.raises(_FunctionError):
+            call()
     coordinator.join()
 
 
@@ -385,16 +362,6 @@ def test_ft4_error_of_the_user_is_raised_and_the_function_of_a_lost_worker_is_ca
     assert gate.calls == 1
 
 
-def test_ft10_results_are_available_after_all_workers_have_ended():
-    coordinator = ClusterCoordinator(Workers())
-    values = [coordinator.schedule(jnp.arange, (i,)) for i in range(4)]
-    coordinator.join()
-    del coordinator
-    gc.collect()
-    until(lambda: not worker_threads())
-    assert [len(value.fetch()) for value in values] == [0, 1, 2, 3]
-
-
 # Threads.
 
 
@@ -410,17 +377,17 @@ def test_threads_start_at_the_first_schedule():
     assert len(worker_threads()) == 3
 
 
-def test_ft11_threads_end_when_the_coordinator_and_the_strategy_are_deleted():
+def test_ft10_ft11_threads_end_when_coordinator_and_strategy_are_deleted_and_results_remain():
     strategy = Workers()
     coordinator = ClusterCoordinator(strategy)
-    values = [coordinator.schedule(lambda strategy=strategy: strategy.num_workers) for _ in range(4)]
+    values = [coordinator.schedule(lambda i=i, _=strategy: jnp.arange(i)) for i in range(4)]
     coordinator.join()
     references = [weakref.ref(coordinator), weakref.ref(strategy)]
     del coordinator, strategy
     gc.collect()
     until(lambda: not worker_threads())
     until(lambda: [reference() for reference in references] == [None, None])
-    assert [value.fetch() for value in values] == [3] * 4
+    assert [len(value.fetch()) for value in values] == [0, 1, 2, 3]
 
 
 def test_threads_end_although_an_error_that_references_the_coordinator_was_not_raised_by_join():
@@ -546,46 +513,6 @@ def test_ps14_data_set_is_divided_by_the_worker_index():
     assert _on_each_worker(coordinator, sum, iter(dataset)) == [5, 7, 9, 11, 13]
 
 
-@pytest.mark.parametrize(
-    "source, message",
-    [
-        (5, r"^`create_per_worker_dataset` got int, which is not a data set\. Pass a `DistributedDataset`, a list"),
-        (iter([1]), r"^The source is a list_iterator, which can be read only once, and every worker reads it\. Pass"),
-        ((x for x in [1]), "^The source is a generator, which can be read only once"),
-        ((np.zeros(3), np.zeros(3)), r"cannot divide tuple into batches\. Pass `strategy.distribute_dataset\(arrays, batch"),
-        ({"x": np.zeros(3)}, "cannot divide dict into batches"),
-        (jnp.zeros(3), r"cannot divide float32\[3\] into batches"),
-        ("text", "cannot divide str into batches"),
-    ],
-)  # fmt: skip
-def test_ps15_wrong_data_set_is_refused(coordinator, source, message):
-    with pytest.raises(ValueError, match=message):
-        coordinator.create_per_worker_dataset(source)
-
-
-def test_ps15_data_set_that_can_be_read_only_once_is_refused(coordinator):
-    dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(iter(range(4)), batch_size=2)
-    with pytest.raises(ValueError, match="^The data set can be read only once, and every worker reads it"):
-        coordinator.create_per_worker_dataset(dataset)
-
-
-def test_ps15_iterating_in_the_program_is_an_error(coordinator):
-    dataset = coordinator.create_per_worker_dataset([1])
-    iterator = iter(dataset)
-    with pytest.raises(
-        RuntimeError, match=r"is read by the workers\. Pass the iterator to a scheduled function.*args=\(iterator,\)"
-    ):
-        next(iterator)
-    with pytest.raises(RuntimeError, match="is read by the workers"):
-        for _ in dataset:
-            pass
-    with pytest.raises(
-        ValueError, match=r"^`args\[0\]` is a per-worker data set\. Call `iter` once, and pass the result"
-    ):
-        coordinator.schedule(next, (dataset,))
-    assert [repr(dataset), repr(iterator)] == ["PerWorkerDataset(list)", "PerWorkerIterator(3 workers)"]
-
-
 def test_function_of_a_data_set_that_returns_no_iterable_is_an_error_at_join(coordinator):
     def wrong():
         return 5
@@ -615,7 +542,9 @@ def test_ps21_each_worker_changes_its_own_value(coordinator):
         coordinator.schedule(increment, (counts,))
     coordinator.join()
     assert sum(int(value["count"]) for value in counts.values) == 10
-    assert repr(counts) == "PerWorkerValues(3 workers)"
+    dataset = coordinator.create_per_worker_dataset([1])
+    names = ["PerWorkerValues(3 workers)", "PerWorkerDataset(list)", "PerWorkerIterator(3 workers)"]
+    assert [repr(value) for value in (counts, dataset, iter(dataset))] == names
 
 
 def test_per_worker_values_are_created_on_their_workers(coordinator):
@@ -643,8 +572,6 @@ def test_error_of_the_function_of_per_worker_values(coordinator):
     coordinator.schedule(print, (values,))
     with pytest.raises(_FunctionError):
         coordinator.join()
-    with pytest.raises(TypeError, match="`fn` must be a function, got int"):
-        coordinator.per_worker_values(3)
 
 
 def test_ft5_values_of_a_lost_worker_are_created_again():
@@ -669,26 +596,79 @@ def test_ft5_values_of_a_lost_worker_are_created_again():
     assert coordinator.fetch(values) == [2, 3, 3]
 
 
-def test_wrong_per_worker_values_are_refused(coordinator):
-    with pytest.raises(
-        ValueError, match=r"has values of 2 workers, but the strategy has 3 workers\. Pass one value per"
-    ):
-        coordinator.schedule(print, (PerWorkerValues([1, 2]),))
-    with pytest.raises(ValueError, match=r"`values` is empty\. Pass one value per worker"):
-        PerWorkerValues([])
-    for wrong in (5, "abc", iter([1])):
-        with pytest.raises(TypeError, match=r"must be a sequence of one value per worker, got \w+\. For equal values"):
-            PerWorkerValues(wrong)
+# Wrong calls.
+
+READ_ONCE = r"which can be read only once, and every worker reads it\. Pass"
+REFUSED = [
+    (lambda c: c.schedule(5), TypeError, r"^`fn` must be a function, got int\.$"),
+    (lambda c: c.per_worker_values(3), TypeError, "`fn` must be a function, got int"),
+    (lambda c: c.schedule(print, 3), TypeError, r"`args` is a tuple of arguments, got int: write `schedule\(fn, \(value,\)\)`"),
+    (lambda c: c.schedule(print, kwargs=[3]), TypeError, r"`kwargs` must be a mapping.*`schedule\(fn, kwargs="),
+    (
+        lambda c: c.schedule(print, ({"x": [1, c.schedule(int)]},)), ValueError,
+        r"^`args\[0\]\['x'\]\[1\]` is a RemoteValue.*Pass its result: `value.fetch\(\)`",
+    ),
+    (
+        lambda c: c.schedule(print, kwargs={"y": c.schedule(int)}), ValueError,
+        r"^`kwargs\['y'\]` is a RemoteValue, which a scheduled function cannot receive",
+    ),
+    (
+        lambda c: np.asarray(c.schedule(dict)), TypeError,
+        r"The result of `dict` is a dict, not an array\. Use `fetch\(\)`",
+    ),
+    (
+        lambda c: get_current_worker_index(), RuntimeError,
+        "^`get_current_worker_index` can only be called in a function that a worker runs",
+    ),
+    (
+        lambda c: c.create_per_worker_dataset(5), ValueError,
+        r"^`create_per_worker_dataset` got int, which is not a data set\. Pass a `DistributedDataset`, a list",
+    ),
+    (lambda c: c.create_per_worker_dataset(iter([1])), ValueError, rf"^The source is a list_iterator, {READ_ONCE}"),
+    (lambda c: c.create_per_worker_dataset(x for x in [1]), ValueError, rf"^The source is a generator, {READ_ONCE}"),
+    (
+        lambda c: c.create_per_worker_dataset((np.zeros(3), np.zeros(3))), ValueError,
+        r"cannot divide tuple into batches\. Pass `strategy.distribute_dataset\(arrays, batch",
+    ),
+    (lambda c: c.create_per_worker_dataset({"x": np.zeros(3)}), ValueError, "cannot divide dict into batches"),
+    (lambda c: c.create_per_worker_dataset(jnp.zeros(3)), ValueError, r"cannot divide float32\[3\] into batches"),
+    (lambda c: c.create_per_worker_dataset("text"), ValueError, "cannot divide str into batches"),
+    (
+        lambda c: c.create_per_worker_dataset(
+            jdist.OneDeviceStrategy("cpu:0").distribute_dataset(iter(range(4)), batch_size=2)
+        ), ValueError, "^The data set can be read only once, and every worker reads it",
+    ),
+    (
+        lambda c: next(iter(c.create_per_worker_dataset([1]))), RuntimeError,
+        r"is read by the workers\. Pass the iterator to a scheduled function.*args=\(iterator,\)",
+    ),
+    (lambda c: list(c.create_per_worker_dataset([1])), RuntimeError, "is read by the workers"),
+    (
+        lambda c: c.schedule(next, (c.create_per_worker_dataset([1]),)), ValueError,
+        r"^`args\[0\]` is a per-worker data set\. Call `iter` once, and pass the result",
+    ),
+    (
+        lambda c: c.schedule(print, (PerWorkerValues([1, 2]),)), ValueError,
+        r"has values of 2 workers, but the strategy has 3 workers\. Pass one value per",
+    ),
+    (lambda c: PerWorkerValues([]), ValueError, r"`values` is empty\. Pass one value per worker"),
+    *(
+        (lambda c, wrong=wrong: PerWorkerValues(wrong), TypeError,
+         rf"must be a sequence of one value per worker, got {type(wrong).__name__}\. For equal values")
+        for wrong in (5, "abc", iter([1]))
+    ),
+    (
+        lambda c: ClusterCoordinator(jdist.OneDeviceStrategy("cpu:0")), TypeError,
+        "needs the workers of a `jdist.ParameterServerStrategy`, got OneDeviceStrategy",
+    ),
+    (lambda c: ClusterCoordinator(3), TypeError, "got int"),
+]  # fmt: skip
 
 
-# Wrong strategies.
-
-
-def test_other_strategies_are_refused(two):
-    with pytest.raises(TypeError, match="needs the workers of a `jdist.ParameterServerStrategy`, got MirroredStrategy"):
-        ClusterCoordinator(two)
-    with pytest.raises(TypeError, match="got int"):
-        ClusterCoordinator(3)
+@each_row("call, error, message", REFUSED, ids=[message for _, _, message in REFUSED])
+def test_ps6_ps15_wrong_calls_are_refused(coordinator, call, error, message):
+    with pytest.raises(error, match=message):
+        call(coordinator)
 
 
 def test_public_errors_have_public_names():
@@ -718,23 +698,7 @@ def test_scheduled_functions_that_call_a_step_first_at_the_same_time_update_one_
     assert state["sum"].tolist() == [66, 66, 66]
 
 
-UNREAD_ERRORS = {
-    "function": ("jdist.coordinator.ClusterCoordinator(strategy).schedule(fail)", "KeyError: 'the only batch'"),
-    "not finite": (
-        "step(state, np.float32(np.nan))",
-        "FloatingPointError: Worker 0 computed values that are not finite",
-    ),
-    "in a function that returned": ("(lambda: step(strategy.put(1.0), np.float32(np.nan)))()", "FloatingPointError"),
-    "of a dropped strategy": ("train()", "computed values that are not finite in call 1"),
-    "read": ("get(jdist.coordinator.ClusterCoordinator(strategy).schedule(fail))", None),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", UNREAD_ERRORS)
-def test_error_that_nobody_read_is_printed_at_exit(name):
-    call, message = UNREAD_ERRORS[name]
-    program = f"""
+UNREAD = """
 import contextlib, jdist, numpy as np
 strategy = jdist.ParameterServerStrategy(workers=2, non_finite="stop")
 
@@ -742,8 +706,8 @@ strategy = jdist.ParameterServerStrategy(workers=2, non_finite="stop")
 def step(total, x):
     return total + jdist.all_reduce("mean", x), None
 
-def fail():
-    raise KeyError("the only batch")
+def fail(message):
+    raise KeyError(message)
 
 def get(result):
     with contextlib.suppress(KeyError):
@@ -753,11 +717,28 @@ def train():
     strategy = jdist.ParameterServerStrategy(workers=2, non_finite="stop")
     strategy.step(step.__wrapped__)(strategy.put(1.0), np.float32(np.nan))
 
-state = strategy.put(np.float32(0))
-{call}
+schedule = jdist.coordinator.ClusterCoordinator(strategy).schedule
+{calls}
 print("end")
 """
+READ, OF_A_FUNCTION = "get(schedule(fail, ('read',)))", "schedule(fail, ('the only batch',))"
+OF_A_STEP, OF_A_DROPPED_STRATEGY = "step(strategy.put(1.0), np.float32(np.nan))", "train()"
+NOT_FINITE = "FloatingPointError: Worker 0 computed values that are not finite in call 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "calls, messages",
+    [
+        ([READ], []),
+        ([OF_A_FUNCTION], ["KeyError: 'the only batch'"]),
+        ([f"state = {OF_A_STEP}"], [NOT_FINITE]),
+        ([OF_A_STEP, OF_A_DROPPED_STRATEGY], [NOT_FINITE] * 2),
+    ],
+    ids=["read", "of_a_function", "of_a_step", "of_a_step_without_reference"],
+)
+def test_errors_that_nobody_read_are_printed_at_exit(calls, messages):
+    program = UNREAD.replace("{calls}", "\n".join(calls))
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert run.stdout == "end\n"
-    assert run.returncode == (message is not None), run.stderr
-    assert (message or "") in run.stderr
+    assert (run.stdout, run.returncode) == ("end\n", int(bool(messages))), run.stderr
+    assert re.findall("KeyError: '.*'|FloatingPointError: .* in call 1", run.stderr) == messages, run.stderr
