@@ -1,15 +1,14 @@
 """Google Compute Engine: instance groups from a metadata server and an API on the loopback interface, and errors."""
 
-import contextlib
-import http.server
 import json
 import socket
-import threading
 import urllib.parse
 
 import pytest
 
 from jdist.cluster import ClusterNotFoundError, GCEClusterResolver
+
+from http_servers import http_server
 
 ATTRIBUTES = {
     "instance/name": "worker-b",
@@ -37,15 +36,19 @@ class Server:
         self.status, self.page_size = 200, 100
         self.requests = []
 
-    def answer(self, handler, body):
-        url = urllib.parse.urlsplit(handler.path)
+    def answer(self, request):
+        status, text = self.contents(request)
+        return status, {"Metadata-Flavor": self.flavor} if self.flavor else {}, text.encode()
+
+    def contents(self, request):
+        url = urllib.parse.urlsplit(request.path)
         query = dict(urllib.parse.parse_qsl(url.query))
         if url.path.startswith("/computeMetadata/v1/"):
             attribute = url.path.removeprefix("/computeMetadata/v1/")
             value = self.attributes.get(attribute)
             return (404, "") if value is None else (200, value)
-        self.requests.append((handler.command, url.path, body))
-        assert handler.headers["Authorization"] == "Bearer secret"
+        self.requests.append((request.command, url.path, request.body))
+        assert request.headers["Authorization"] == "Bearer secret"
         if self.status != 200:
             return self.status, '{"error": {"message":\n "denied"}}'
         if url.path.endswith("/listInstances"):
@@ -60,29 +63,9 @@ class Server:
 
 @pytest.fixture
 def server():
-    """A running server; `server.url` is its address."""
+    """A running server; `server.host` is its address."""
     fake = Server()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        log_message = lambda *_: None
-
-        def do_GET(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-            status, text = fake.answer(self, body)
-            self.send_response(status)
-            if fake.flavor:
-                self.send_header("Metadata-Flavor", fake.flavor)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        do_POST = do_GET
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener, contextlib.ExitStack() as stack:
-        thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(listener.shutdown)
-        fake.host = f"127.0.0.1:{listener.server_port}"
+    with http_server(fake.answer) as fake.host:
         yield fake
 
 

@@ -4,17 +4,15 @@ The API is tested with a client that returns recorded pods, and, where the packa
 server on the loopback interface.
 """
 
-import contextlib
-import http.server
 import json
 import sys
-import threading
 import types
 
 import pytest
 
 from jdist.cluster import ClusterNotFoundError, KubernetesClusterResolver
 
+from http_servers import http_server
 from laws import each_row
 
 JOB = {"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": "3", "HOSTNAME": "train-1"}
@@ -221,32 +219,6 @@ def test_missing_package_is_an_error_with_the_command(monkeypatch):
         request_pods(None)
 
 
-@contextlib.contextmanager
-def api_server(answers):
-    """Serves `answers`, a list of statuses with JSON, and yields the address and the requests."""
-    requests = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        log_message = lambda *_: None
-
-        def do_GET(self):
-            requests.append(self.path)
-            status, answer = answers.pop(0)
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, contextlib.ExitStack() as stack:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(server.shutdown)
-        yield f"http://127.0.0.1:{server.server_port}", requests
-
-
 def api_pod(index, phase):
     name = f"train-{index}"
     labels = {"batch.kubernetes.io/job-completion-index": str(index)}
@@ -266,8 +238,16 @@ def test_client_of_kubernetes_lists_the_pods_of_a_server():
     }
     forbidden = {"kind": "Status", "status": "Failure", "reason": "Forbidden", "code": 403}
     answers = [(200, pods("Running", "Pending")), (200, pods("Running", "Running")), (403, forbidden)]
-    with api_server(answers) as (url, requests):
-        api = kubernetes.client.ApiClient(kubernetes.client.Configuration(host=url))
+    requests = []
+
+    def answer(request):
+        requests.append(request.path)
+        status, contents = answers.pop(0)
+        body = json.dumps(contents).encode()
+        return status, {"Content-Type": "application/json", "Content-Length": str(len(body))}, body
+
+    with http_server(answer) as host:
+        api = kubernetes.client.ApiClient(kubernetes.client.Configuration(host=f"http://{host}"))
         client = kubernetes.client.CoreV1Api(api)
         make = lambda: request_pods(client, {"HOSTNAME": "train-1"}, num_processes=2, timeout_seconds=60)
         resolver = make()

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import http.server
 import os
 import pickle
 import re
@@ -11,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 import jdist
 from jdist.cluster import ClusterResolver, TPUClusterResolver
 
+from http_servers import http_server
 from laws import each_row
 
 few = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -43,21 +44,20 @@ def make_resolver(*settings, **options):
 
 
 class Server:
-    """A metadata server with attributes, a log of its requests, and optional wrong statuses or flavor."""
+    """A metadata server with attributes, a log of its requests, and optional wrong statuses, flavor or delay."""
 
-    def __init__(self, attributes, statuses=(), flavor="Google"):
-        self.attributes, self.statuses, self.flavor = attributes, list(statuses), flavor
+    def __init__(self, attributes, statuses=(), flavor="Google", delay=0):
+        self.attributes, self.statuses, self.flavor, self.delay = attributes, list(statuses), flavor, delay
         self.requests = []
 
-    def answer(self, handler):
-        attribute = handler.path.removeprefix("/computeMetadata/v1/instance/attributes/")
-        self.requests.append((attribute, handler.headers["Metadata-Flavor"]))
+    def answer(self, request):
+        time.sleep(self.delay)
+        attribute = request.path.removeprefix("/computeMetadata/v1/instance/attributes/")
+        self.requests.append((attribute, request.headers["Metadata-Flavor"]))
         value = self.attributes.get(attribute)
-        handler.send_response(self.statuses.pop(0) if self.statuses else 404 if value is None else 200)
-        if self.flavor:
-            handler.send_header("Metadata-Flavor", self.flavor)
-        handler.end_headers()
-        handler.wfile.write(value if isinstance(value, bytes) else (value or "").encode())
+        status = self.statuses.pop(0) if self.statuses else 404 if value is None else 200
+        headers = {"Metadata-Flavor": self.flavor} if self.flavor else {}
+        return status, headers, value if isinstance(value, bytes) else (value or "").encode()
 
 
 @pytest.fixture
@@ -67,17 +67,7 @@ def metadata():
 
         def start(*args, **kwargs):
             server = Server(*args, **kwargs)
-
-            class Handler(http.server.BaseHTTPRequestHandler):
-                do_GET = lambda handler: server.answer(handler)
-                log_message = lambda *_: None
-
-            listener = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-            thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(listener.shutdown)
-            return server, {"GCE_METADATA_HOST": f"127.0.0.1:{listener.server_port}"}
+            return server, {"GCE_METADATA_HOST": stack.enter_context(http_server(server.answer))}
 
         yield start
 
@@ -176,54 +166,62 @@ def test_resolver_reads_the_variables_of_the_process_once(monkeypatch):
     assert resolver.environment == "variables"
 
 
-@pytest.mark.parametrize("tpu", [None, "", "local"])
-def test_tpu_of_this_host_has_several_names(tpu):
-    assert make_resolver(TWO, tpu=tpu) == make_resolver(TWO)
+ONE_HOST = {"TPU_PROCESS_ADDRESSES": "localhost:8476,localhost:8477", "CLOUD_TPU_TASK_ID": "1", "TPU_WORKER_ID": "0"}
+WITH_COORDINATOR = TWO | SLICES | {"JAX_COORDINATOR_ADDRESS": "b:2", "JAX_COORDINATOR_PORT": "7"}
 
 
-def test_settings_of_the_hardware_are_attributes():
-    resolver = make_resolver(TWO, {"TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_TOPOLOGY": "2x4"})
-    assert (resolver.accelerator_type, resolver.topology, resolver.num_accelerators()) == (
-        "v5litepod-8",
-        "2x4",
-        {"TPU": 4},
-    )
-    assert (resolver.num_slices, resolver.slice_id, resolver.task_type) == (1, 0, "worker")
+@each_row("variables, options, expected", [
+    (TWO, {"tpu": None}, {"process_id": 1, "num_slices": 1, "slice_id": 0, "task_type": "worker"}),
+    (TWO, {"tpu": ""}, {"process_id": 1}),
+    (TWO, {"tpu": "local"}, {"process_id": 1}),
+    (TWO | {"CLOUD_TPU_TASK_ID": "0"}, {}, {"process_id": 1}),  # TPU_WORKER_ID has priority if hosts are listed
+    (
+        TWO | {"TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_TOPOLOGY": "2x4"}, {},
+        {"accelerator_type": "v5litepod-8", "topology": "2x4"},
+    ),
+    (
+        {"TPU_WORKER_HOSTNAMES": "localhost"} | ONE_HOST, {},
+        {"process_id": 1, "num_processes": 2, "coordinator_address": "localhost:8482"},
+    ),
+    (  # a notebook
+        {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"}, {}, {"process_id": 0, "num_processes": 1},
+    ),
+    # The port of the host is not that of the coordinator.
+    ({"TPU_WORKER_HOSTNAMES": "h"}, {}, {"coordinator_address": "h:8482"}),
+    ({"TPU_WORKER_HOSTNAMES": "h:1"}, {}, {"coordinator_address": "h:8482"}),
+    ({"TPU_WORKER_HOSTNAMES": "fd00::1"}, {}, {"coordinator_address": "[fd00::1]:8482"}),
+    ({"TPU_WORKER_HOSTNAMES": "[fd00::1]:1"}, {}, {"coordinator_address": "[fd00::1]:8482"}),
+    ({"TPU_WORKER_HOSTNAMES": "[::1]"}, {}, {"coordinator_address": "[::1]:8482"}),
+    # The most explicit setting of the coordinator has priority.
+    (TWO | SLICES | {"JAX_COORDINATOR_PORT": "7"}, {}, {"coordinator_address": "first:7"}),
+    (WITH_COORDINATOR, {}, {"coordinator_address": "b:2"}),
+    (WITH_COORDINATOR, {"coordinator_address": "[::1]:3"}, {"coordinator_address": "[::1]:3"}),
+])  # fmt: skip
+def test_variables_and_arguments_determine_the_attributes(variables, options, expected):
+    resolver = make_resolver(variables, **options)
+    assert {name: getattr(resolver, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "variables, chips",
-    [
-        ({"TPU_TOPOLOGY": "2x2x2"}, 4),
-        ({"TPU_TOPOLOGY": "4x4x8_untwisted"}, 64),
-        ({"TPU_TOPOLOGY": "2x4", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}, 1),
-        ({"TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1"}, 4),
-    ],
-)
-def test_chips_per_process_come_from_the_bounds_or_the_topology(variables, chips):
-    assert make_resolver(TWO, variables).num_accelerators() == {"TPU": chips}
-
-
-@each_row("variables", [{}, {"TPU_TOPOLOGY": "twisted"}, {"TPU_TOPOLOGY": "0x4"}, {"TPU_TOPOLOGY": " "}])
-def test_unknown_number_of_chips_is_an_error(variables):
-    with pytest.raises(RuntimeError, match=r"neither TPU_TOPOLOGY nor .* is set.*use `jax\.local_device_count\(\)`"):
-        make_resolver(TWO, variables).num_accelerators()
-
-
-def test_processes_of_one_host_are_distinguished_by_their_task():
-    each = {"TPU_PROCESS_ADDRESSES": "localhost:8476,localhost:8477", "CLOUD_TPU_TASK_ID": "1", "TPU_WORKER_ID": "0"}
-    resolver = make_resolver({"TPU_WORKER_HOSTNAMES": "localhost"}, each)
-    assert (resolver.process_id, resolver.num_processes) == (1, 2)
-    assert resolver.coordinator_address == "localhost:8482"
-
-
-def test_worker_id_has_priority_if_hosts_are_listed():
-    assert make_resolver(TWO, {"CLOUD_TPU_TASK_ID": "0"}).process_id == 1
-
-
-def test_notebook_with_one_process():
-    resolver = make_resolver({"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0"})
-    assert (resolver.num_processes, resolver.process_id) == (1, 0)
+@each_row("variables, chips", [
+    ({"TPU_TOPOLOGY": "2x4"}, 4),
+    ({"TPU_TOPOLOGY": "2x2x2"}, 4),
+    ({"TPU_TOPOLOGY": "4x4x8_untwisted"}, 64),
+    ({"TPU_TOPOLOGY": "2x4", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}, 1),
+    ({"TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1"}, 4),
+    ({}, None),
+    ({"TPU_TOPOLOGY": "twisted"}, None),
+    ({"TPU_TOPOLOGY": "0x4"}, None),
+    ({"TPU_TOPOLOGY": " "}, None),
+])  # fmt: skip
+def test_chips_per_process_come_from_the_bounds_or_the_topology_or_are_an_error(variables, chips):
+    resolver = make_resolver(TWO, variables)
+    if chips is None:
+        with pytest.raises(
+            RuntimeError, match=r"neither TPU_TOPOLOGY nor .* is set.*use `jax\.local_device_count\(\)`"
+        ):
+            resolver.num_accelerators()
+    else:
+        assert resolver.num_accelerators() == {"TPU": chips}
 
 
 def test_addresses_in_a_file_have_priority(tmp_path):
@@ -244,118 +242,49 @@ def test_file_without_addresses_is_an_error_with_its_path(tmp_path, content, mes
     assert str(file) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "host, address",
-    [
-        ("h", "h:8482"),
-        ("h:1", "h:8482"),
-        ("fd00::1", "[fd00::1]:8482"),
-        ("[fd00::1]:1", "[fd00::1]:8482"),
-        ("[::1]", "[::1]:8482"),
-    ],
-)
-def test_coordinator_does_not_use_the_port_of_the_host(host, address):
-    assert make_resolver({"TPU_WORKER_HOSTNAMES": host}).coordinator_address == address
-
-
-@pytest.mark.parametrize(
-    "variables, options, address",
-    [
-        ({"JAX_COORDINATOR_PORT": "7"}, {}, "first:7"),
-        ({"JAX_COORDINATOR_PORT": "7", "JAX_COORDINATOR_ADDRESS": "b:2"}, {}, "b:2"),
-        ({"JAX_COORDINATOR_ADDRESS": "b:2"}, {"coordinator_address": "[::1]:3"}, "[::1]:3"),
-    ],
-)
-def test_most_explicit_setting_of_the_coordinator_has_priority(variables, options, address):
-    assert make_resolver(TWO, SLICES, variables, **options).coordinator_address == address
-
-
 # Errors
 
 
-@each_row(
-    "variables, message",
-    [
-        (
-            {"TPU_WORKER_ID": "2"},
-            "TPU_WORKER_ID is 2, but TPU_WORKER_HOSTNAMES lists 2 processes: it must be an integer from 0 to 1",
-        ),
-        ({"TPU_WORKER_ID": "-1"}, "TPU_WORKER_ID must be an integer >= 0, got '-1'"),
-        ({"TPU_WORKER_ID": "one"}, "TPU_WORKER_ID must be an integer >= 0, got 'one'"),
-        ({"TPU_WORKER_ID": "1.0"}, "TPU_WORKER_ID must be an integer >= 0, got '1.0'"),
-        ({"TPU_WORKER_ID": "٣"}, "TPU_WORKER_ID must be an integer >= 0, got '٣'"),
-        (
-            {"TPU_WORKER_ID": ""},
-            "TPU_WORKER_HOSTNAMES lists 2 processes, but the index of this one is not set. Set TPU_WORKER_ID on each",
-        ),
-        ({"TPU_WORKER_HOSTNAMES": "a,,b"}, "TPU_WORKER_HOSTNAMES is 'a,,b': a name is empty"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b,"}, "TPU_WORKER_HOSTNAMES is 'a,b,': a name is empty"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b,c, b,a"}, "TPU_WORKER_HOSTNAMES is 'a,b,c, b,a', which has duplicates: a, b"),
-        (
-            {"TPU_WORKER_HOSTNAMES": "a,b,c", "TPU_TOPOLOGY": "4x4"},
-            r"lists 3 processes.* 16 chips of TPU_TOPOLOGY \('4x4'\)",
-        ),
-        ({**SLICES, "MEGASCALE_NUM_SLICES": "0"}, "MEGASCALE_NUM_SLICES is 0, but must be at least 1"),
-        ({**SLICES, "MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES must be an integer >= 0, got 'two'"),
-        (
-            {**SLICES, "MEGASCALE_SLICE_ID": "2"},
-            "MEGASCALE_SLICE_ID is 2, but MEGASCALE_NUM_SLICES is 2: .* 0 to 1",
-        ),
-        (
-            {**SLICES, "MEGASCALE_NUM_SLICES": ""},
-            "MEGASCALE_SLICE_ID is 1, but MEGASCALE_NUM_SLICES \\(not set\\) is 1",
-        ),
-        (
-            {**SLICES, "MEGASCALE_SLICE_ID": ""},
-            "MEGASCALE_NUM_SLICES is 2, but the index of this one is not set.*MEGASCALE_SLICE_ID",
-        ),
-        (
-            {**SLICES, "MEGASCALE_COORDINATOR_ADDRESS": ""},
-            "2 slices, but the host of process 0 is not set: 10.0.0.1 is only the first",
-        ),
-        ({"JAX_COORDINATOR_PORT": "http"}, "JAX_COORDINATOR_PORT must be a port number, got 'http'"),
-        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "JAX_COORDINATOR_ADDRESS must be a host with a port.*got '10.0.0.1'"),
-        ({"JAX_COORDINATOR_ADDRESS": "::1:80"}, "JAX_COORDINATOR_ADDRESS must be a host with a port.*got '::1:80'"),
-    ],
-)
-def test_contradictory_variables_are_errors_with_their_names(variables, message):
+@each_row("variables, options, message", [
+    *(({"TPU_WORKER_ID": text}, {}, f"TPU_WORKER_ID must be an integer >= 0, got '{text}'") for text in ("-1", "one", "1.0", "٣")),
+    ({"TPU_WORKER_ID": "2"}, {}, "TPU_WORKER_ID is 2, but TPU_WORKER_HOSTNAMES lists 2 processes: it must be an integer from 0 to 1"),
+    ({"TPU_WORKER_ID": ""}, {}, "TPU_WORKER_HOSTNAMES lists 2 processes, but the index of this one is not set. Set TPU_WORKER_ID on each"),
+    ({"TPU_WORKER_HOSTNAMES": "a,,b"}, {}, "TPU_WORKER_HOSTNAMES is 'a,,b': a name is empty"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b,"}, {}, "TPU_WORKER_HOSTNAMES is 'a,b,': a name is empty"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b,c, b,a"}, {}, "TPU_WORKER_HOSTNAMES is 'a,b,c, b,a', which has duplicates: a, b"),
+    ({"TPU_WORKER_HOSTNAMES": "a,b,c", "TPU_TOPOLOGY": "4x4"}, {}, r"lists 3 processes.* 16 chips of TPU_TOPOLOGY \('4x4'\)"),
+    (SLICES | {"MEGASCALE_NUM_SLICES": "0"}, {}, "MEGASCALE_NUM_SLICES is 0, but must be at least 1"),
+    (SLICES | {"MEGASCALE_NUM_SLICES": "two"}, {}, "MEGASCALE_NUM_SLICES must be an integer >= 0, got 'two'"),
+    (SLICES | {"MEGASCALE_SLICE_ID": "2"}, {}, "MEGASCALE_SLICE_ID is 2, but MEGASCALE_NUM_SLICES is 2: .* 0 to 1"),
+    (SLICES | {"MEGASCALE_NUM_SLICES": ""}, {}, r"MEGASCALE_SLICE_ID is 1, but MEGASCALE_NUM_SLICES \(not set\) is 1"),
+    (SLICES | {"MEGASCALE_SLICE_ID": ""}, {}, "MEGASCALE_NUM_SLICES is 2, but the index of this one is not set.*MEGASCALE_SLICE_ID"),
+    (SLICES | {"MEGASCALE_COORDINATOR_ADDRESS": ""}, {}, "2 slices, but the host of process 0 is not set: 10.0.0.1 is only the first"),
+    ({"JAX_COORDINATOR_PORT": "http"}, {}, "JAX_COORDINATOR_PORT must be a port number, got 'http'"),
+    ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, {}, "JAX_COORDINATOR_ADDRESS must be a host with a port.*got '10.0.0.1'"),
+    ({"JAX_COORDINATOR_ADDRESS": "::1:80"}, {}, "JAX_COORDINATOR_ADDRESS must be a host with a port.*got '::1:80'"),
+    *(
+        ({}, {"coordinator_address": text}, f"`coordinator_address` must be a host with a port.*got '{text}'")
+        for text in ("10.0.0.1", "a:b", ":80", "http://a:80")
+    ),
+    *(
+        ({}, {"timeout_seconds": value}, f"`timeout_seconds` must be a finite number > 0, got {value}")
+        for value in (0, -1, float("inf"), float("nan"))
+    ),
+    ({}, {"tpu": "pod"}, "Cannot connect to the TPU 'pod'.*gcloud compute tpus tpu-vm ssh pod --worker=all"),
+    (
+        {"TPU_WORKER_HOSTNAMES": "", "TPU_WORKER_ID": ""}, {},
+        r"(?s)Found no TPU.*Searched for TPU_WORKER_HOSTNAMES and TPU_PROCESS_ADDRESSES"
+        r"(?=.*the server was not queried because TPU_SKIP_MDS_QUERY is set)(?=.*TPU settings found: none\.)"
+        "(?=.*set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID on each)",
+    ),
+    (
+        {"TPU_WORKER_HOSTNAMES": "", "TPU_WORKER_ID": "3", "TPU_TOPOLOGY": "2x2"}, {},
+        "TPU settings found: TPU_WORKER_ID is '3', TPU_TOPOLOGY is '2x2'",
+    ),
+])  # fmt: skip
+def test_wrong_variables_and_arguments_are_errors_with_their_names(variables, options, message):
     with pytest.raises(ValueError, match=message):
-        make_resolver(TWO, variables)
-
-
-@each_row("address", ["10.0.0.1", "a:b", ":80", "http://a:80"])
-def test_coordinator_without_host_and_port_is_an_error(address):
-    with pytest.raises(ValueError, match=rf"`coordinator_address` must be a host with a port.*got '{address}'"):
-        make_resolver(TWO, coordinator_address=address)
-
-
-def test_tpu_of_another_host_is_an_error_with_the_command_to_run_there():
-    with pytest.raises(
-        ValueError, match=r"Cannot connect to the TPU 'pod'.*gcloud compute tpus tpu-vm ssh pod --worker=all"
-    ):
-        make_resolver(TWO, tpu="pod")
-
-
-@each_row("seconds", [0, -1, float("inf"), float("nan")])
-def test_invalid_timeout_is_an_error(seconds):
-    with pytest.raises(ValueError, match=f"`timeout_seconds` must be a finite number > 0, got {seconds}"):
-        make_resolver(TWO, timeout_seconds=seconds)
-
-
-def test_error_without_settings_lists_the_searched_ones_and_the_fix():
-    with pytest.raises(
-        ValueError, match=r"Found no TPU.*Searched for TPU_WORKER_HOSTNAMES and TPU_PROCESS_ADDRESSES"
-    ) as error:
-        make_resolver()
-    message = str(error.value)
-    assert "the server was not queried because TPU_SKIP_MDS_QUERY is set" in message
-    assert "TPU settings found: none." in message
-    assert "set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID on each" in message
-
-
-def test_error_without_processes_lists_the_other_settings():
-    with pytest.raises(ValueError, match="TPU settings found: TPU_WORKER_ID is '3', TPU_TOPOLOGY is '2x2'"):
-        make_resolver({"TPU_WORKER_ID": "3", "TPU_TOPOLOGY": "2x2"})
+        make_resolver(TWO, variables, **options)
 
 
 # The metadata server
@@ -385,17 +314,6 @@ def test_metadata_of_several_slices_match_the_variables(metadata):
     assert resolver.coordinator_address == "first:8482"
 
 
-def test_metadata_in_the_older_format_have_a_name_and_number_before_the_host(metadata):
-    _, variables = metadata(POD | {"worker-network-endpoints": "a:0:10.0.0.1,b:1:10.0.0.2,c:2:10.0.0.3,d:3:10.0.0.4"})
-    assert TPUClusterResolver(environ=variables).addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
-
-
-def test_metadata_of_hardware_may_be_missing(metadata):
-    _, variables = metadata({name: POD[name] for name in ("worker-network-endpoints", "agent-worker-number")})
-    resolver = TPUClusterResolver(environ=variables)
-    assert (resolver.process_id, resolver.accelerator_type, resolver.topology) == (2, None, None)
-
-
 @pytest.mark.parametrize("variables", [TWO, {"TPU_WORKER_HOSTNAMES": "localhost"}, {"TPU_PROCESS_ADDRESSES": "local"}])
 def test_metadata_server_is_not_queried_if_the_variables_identify_the_process(metadata, variables):
     server, address = metadata(POD)
@@ -403,10 +321,19 @@ def test_metadata_server_is_not_queried_if_the_variables_identify_the_process(me
     assert not server.requests
 
 
-def test_metadata_complete_the_variables(metadata):
-    _, address = metadata(POD)
-    resolver = TPUClusterResolver(environ=address | {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_TOPOLOGY": "2x2x4"})
-    assert (resolver.addresses, resolver.process_id, resolver.topology) == (("a", "b", "c", "d"), 2, "2x2x4")
+HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4")
+OLDER = "a:0:10.0.0.1,b:1:10.0.0.2,c:2:10.0.0.3,d:3:10.0.0.4"  # a name and a number before the host
+
+
+@each_row("attributes, variables, expected", [
+    (POD | {"worker-network-endpoints": OLDER}, {}, (HOSTS, 2, "4x4")),
+    ({name: POD[name] for name in ("worker-network-endpoints", "agent-worker-number")}, {}, (HOSTS, 2, None)),
+    (POD, {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_TOPOLOGY": "2x2x4"}, (("a", "b", "c", "d"), 2, "2x2x4")),
+])  # fmt: skip
+def test_metadata_may_be_older_or_incomplete_and_complete_the_variables(metadata, attributes, variables, expected):
+    _, address = metadata(attributes)
+    resolver = TPUClusterResolver(environ=address | variables)
+    assert (resolver.addresses, resolver.process_id, resolver.topology) == expected
 
 
 def test_metadata_requests_do_not_use_a_proxy(metadata, monkeypatch):
@@ -451,52 +378,17 @@ def test_response_without_the_metadata_flavor_is_an_error(metadata, flavor):
         TPUClusterResolver(environ=variables)
 
 
-@pytest.mark.parametrize(
-    "attributes, kind, message",
-    [
-        (
-            {"worker-network-endpoints": "a:1,b:2"},
-            RuntimeError,
-            "must be a list of hosts, or of `name:id:host`, got 'a:1,b:2'",
-        ),
-        (
-            {"worker-network-endpoints": "a,b:2:3:4"},
-            RuntimeError,
-            "must be a list of hosts, or of `name:id:host`, got 'a,b:2:3:4'",
-        ),
-        ({"worker-network-endpoints": b"\xff\xfe"}, RuntimeError, "worker-network-endpoints.*UnicodeDecodeError"),
-        (
-            {"worker-network-endpoints": "a,,b"},
-            ValueError,
-            "metadata attribute 'worker-network-endpoints' is 'a,,b': a name",
-        ),
-        (
-            {"agent-worker-number": "<p>"},
-            ValueError,
-            "metadata attribute 'agent-worker-number' must be an integer >= 0, got '<p>'",
-        ),
-        (
-            {"agent-worker-number": "4"},
-            ValueError,
-            "metadata attribute 'agent-worker-number' is 4, but .* lists 4 processes",
-        ),
-        (
-            {"agent-worker-number": ""},
-            ValueError,
-            "'worker-network-endpoints' lists 4 processes, but the index of this one is not set",
-        ),
-        (
-            {"tpu-env": "TOPOLOGY: '3x3'"},
-            ValueError,
-            r"the 9 chips of TOPOLOGY of metadata attribute 'tpu-env' \('3x3'\)",
-        ),
-        (
-            {"tpu-env": "MEGASCALE_NUM_SLICES: '2'"},
-            ValueError,
-            "MEGASCALE_NUM_SLICES of metadata attribute 'tpu-env' is 2, but",
-        ),
-    ],
-)
+@each_row("attributes, kind, message", [
+    ({"worker-network-endpoints": "a:1,b:2"}, RuntimeError, "must be a list of hosts, or of `name:id:host`, got 'a:1,b:2'"),
+    ({"worker-network-endpoints": "a,b:2:3:4"}, RuntimeError, "must be a list of hosts, or of `name:id:host`, got 'a,b:2:3:4'"),
+    ({"worker-network-endpoints": b"\xff\xfe"}, RuntimeError, "worker-network-endpoints.*UnicodeDecodeError"),
+    ({"worker-network-endpoints": "a,,b"}, ValueError, "metadata attribute 'worker-network-endpoints' is 'a,,b': a name"),
+    ({"agent-worker-number": "<p>"}, ValueError, "metadata attribute 'agent-worker-number' must be an integer >= 0, got '<p>'"),
+    ({"agent-worker-number": "4"}, ValueError, "metadata attribute 'agent-worker-number' is 4, but .* lists 4 processes"),
+    ({"agent-worker-number": ""}, ValueError, "'worker-network-endpoints' lists 4 processes, but the index of this one is not set"),
+    ({"tpu-env": "TOPOLOGY: '3x3'"}, ValueError, r"the 9 chips of TOPOLOGY of metadata attribute 'tpu-env' \('3x3'\)"),
+    ({"tpu-env": "MEGASCALE_NUM_SLICES: '2'"}, ValueError, "MEGASCALE_NUM_SLICES of metadata attribute 'tpu-env' is 2, but"),
+])  # fmt: skip
 def test_invalid_metadata_are_errors_with_their_names(metadata, attributes, kind, message):
     _, variables = metadata(POD | attributes)
     with pytest.raises(kind, match=message):
@@ -557,15 +449,7 @@ def test_response_that_arrives_byte_by_byte_ends_at_the_deadline():
 
 
 def test_all_requests_share_one_deadline(metadata):
-    server, variables = metadata(POD)
-    answer_immediately = server.answer
-
-    def answer(handler):
-        threading.Event().wait(0.4)
-        with contextlib.suppress(OSError):  # the client may have closed the connection
-            answer_immediately(handler)
-
-    server.answer = answer
+    server, variables = metadata(POD, delay=0.4)
     with pytest.raises(RuntimeError, match=r"tpu-env|accelerator-type|agent-worker-number"):
         TPUClusterResolver(environ=variables, timeout_seconds=1)
     assert len(server.requests) < len(POD)
