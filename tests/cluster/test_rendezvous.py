@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import re
 import socket
 import threading
 import time
@@ -92,7 +93,7 @@ def test_processes_that_do_not_fit_get_one_error(port, monkeypatch, changes, mes
     other = dataclasses.replace(participant(2, 3), **changes)
     errors = results(port, participant(0, 3), participant(1, 3), other)
     assert len(set(errors)) == 1
-    pytest.raises(RuntimeError, meet_error, errors[0]).match(message)
+    assert re.search(message, errors[0])
 
 
 @pytest.mark.slow
@@ -118,9 +119,8 @@ def test_two_processes_0_get_one_error_and_so_does_a_process_that_waits(port, mo
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         errors = list(pool.map(attempt, range(3)))
     assert len(set(errors)) == 1
-    pytest.raises(RuntimeError, meet_error, errors[0]).match(
-        r"Two processes have the index 0: \S+ \(pid 1, .*\) and \S+ \(pid 3, .*\)\. Give each of the 3 processes its own index"
-    )
+    message = r"Two processes have the index 0: \S+ \(pid 1, .*\) and \S+ \(pid 3, .*\)\. Give each of the 3 processes its own index"
+    assert re.search(message, errors[0])
 
 
 def test_process_0_that_cannot_reach_its_address_waits_for_the_others(port):
@@ -129,10 +129,6 @@ def test_process_0_that_cannot_reach_its_address_waits_for_the_others(port):
         joined = pool.submit(host.run, time.monotonic() + 30)
         rendezvous._attend("127.0.0.1", port, participant(1, 2), 30)
         joined.result()
-
-
-def meet_error(text):
-    raise RuntimeError(text)
 
 
 def test_missing_processes_are_named_on_all_others(port):
