@@ -91,13 +91,13 @@ def test_without_staleness_it_equals_one_device(name, partitioner):
     assert strategy.staleness_counts() == {0: 30}
 
 
-@pytest.mark.parametrize("bound", [None, 1, 3])
+@pytest.mark.parametrize("bound", [None, 1])
 def test_every_batch_is_one_update_and_staleness_is_bounded(bound):
     strategy = jdist.ParameterServerStrategy(workers=4, servers=2, max_staleness=bound)
     state, losses = train(strategy, optax.sgd(0.05))
     counts = strategy.staleness_counts()
     assert int(state["step"]) == sum(counts.values()) == len(losses) == 30
-    assert max(counts) <= (3 if bound is None else bound) or bound is None
+    assert bound is None or max(counts) <= bound  # without a bound, any staleness is possible
     np.testing.assert_allclose(state["total"], [sum(losses), 30], rtol=1e-5)
     assert losses[-1] < losses[0]
 
