@@ -226,40 +226,6 @@ def test_gradient_through_a_mean_is_local(strategy):
     np.testing.assert_allclose(grads.tree, np.square(x.tree), rtol=1e-6)
 
 
-NOT_REDUCIBLE = {
-    "sum_of_booleans": (
-        "sum",
-        np.True_,
-        r"value\['x'\] is boolean \(bool\[\]\), and SUM of booleans .*`x.astype\(jnp.int32\)`",
-    ),
-    "max_of_booleans": ("max", np.array([True]), r"value\['x'\] is boolean \(bool\[1\]\).*MAX is any, MIN is all"),
-    "mean_of_keys": (
-        "mean",
-        jax.random.key(0),
-        r"value\['x'\] is a random key \(key<fry>\[\]\).*Reduce the numbers drawn",
-    ),
-}
-
-
-@each_row("op, leaf, message", NOT_REDUCIBLE.values(), ids=NOT_REDUCIBLE)
-def test_all_reduce_of_a_leaf_without_that_reduction_is_an_error_with_its_path(op, leaf, message, strategy):
-    with pytest.raises(TypeError, match=message):
-        strategy.run(lambda x: jdist.all_reduce(op, {"x": x}), (leaf,))
-    with pytest.raises(TypeError, match=message):
-        jdist.all_reduce(op, {"x": leaf})
-
-
-@each_row("axis", [1, -2])
-def test_all_gather_along_a_missing_dimension_is_an_error_with_the_path(axis, strategy):
-    message = (
-        rf"value\['x'\] is float32\[3\]: it does .* dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis`"
-    )
-    with pytest.raises(ValueError, match=message):
-        strategy.run(lambda x: jdist.all_gather({"x": x}, axis), (np.ones(3, np.float32),))
-    with pytest.raises(ValueError, match=message):
-        jdist.all_gather({"x": jnp.ones(3)}, axis)
-
-
 @each_row(
     "call",
     [
@@ -408,27 +374,6 @@ def test_all_reduce_of_row_slices_outside_any_strategy_is_the_identity():
     chex.assert_trees_all_equal(jdist.all_reduce("mean", slices), slices)
 
 
-@each_row("op", ["max", "min"])
-def test_max_and_min_of_row_slices_are_errors_with_the_fix(op, strategy):
-    message = (
-        rf"value\['e'\] is RowSlices, whose {op.upper()} .*Use SUM or MEAN, or reduce the table: `value\.dense\(\)`"
-    )
-    call = lambda: jdist.all_reduce(op, {"e": _slices(jnp.ones(3), 9)})
-    with pytest.raises(TypeError, match=message):
-        strategy.run(call)
-    with pytest.raises(TypeError, match=message):
-        call()
-
-
-def test_gather_of_row_slices_is_an_error_with_the_fix(strategy):
-    message = r"`all_gather` does not support RowSlices\. .*`value\.dense\(\)`.*`value\.rows`, `value\.indices`"
-    call = lambda: jdist.all_gather({"e": _slices(jnp.ones(3), 9)}, 0)
-    with pytest.raises(TypeError, match=message):
-        strategy.run(call)
-    with pytest.raises(TypeError, match=message):
-        call()
-
-
 def test_row_slices_of_booleans_are_an_error_with_the_path(two):
     slices = jdist.RowSlices(np.array([[True]]), np.int32([0]), 4)
     with pytest.raises(TypeError, match=r"value\['e'\] is boolean \(bool\[1,1\]\), and SUM of booleans"):
@@ -521,3 +466,50 @@ def test_host_integer_beyond_32_bits_is_an_error_with_its_path(fn, name, two):
     for call in (lambda: two.run(lambda: fn(np.int64(2**40))), lambda: fn(np.int64(2**40))):
         with pytest.raises(ValueError, match=f"^{name} holds 1099511627776, which is out of the range of int32"):
             call()
+
+
+REFUSED = [
+    (
+        lambda: jdist.all_reduce("sum", {"x": np.True_}),
+        TypeError,
+        r"value\['x'\] is boolean \(bool\[\]\), and SUM of booleans .*`x.astype\(jnp.int32\)`",
+    ),
+    (
+        lambda: jdist.all_reduce("max", {"x": np.array([True])}),
+        TypeError,
+        r"value\['x'\] is boolean \(bool\[1\]\).*MAX is any, MIN is all",
+    ),
+    (
+        lambda: jdist.all_reduce("mean", {"x": jax.random.key(0)}),
+        TypeError,
+        r"value\['x'\] is a random key \(key<fry>\[\]\).*Reduce the numbers drawn",
+    ),
+    *(
+        (
+            lambda axis=axis: jdist.all_gather({"x": jnp.ones(3)}, axis),
+            ValueError,
+            rf"value\['x'\] is float32\[3\]: it does .* dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis`",
+        )
+        for axis in (1, -2)
+    ),
+    *(
+        (
+            lambda op=op: jdist.all_reduce(op, {"e": _slices(jnp.ones(3), 9)}),
+            TypeError,
+            rf"value\['e'\] is RowSlices, whose {op.upper()} .*Use SUM or MEAN, or reduce the table: `value\.dense\(\)`",
+        )
+        for op in ("max", "min")
+    ),
+    (
+        lambda: jdist.all_gather({"e": _slices(jnp.ones(3), 9)}, 0),
+        TypeError,
+        r"`all_gather` does not support RowSlices\. .*`value\.dense\(\)`.*`value\.rows`, `value\.indices`",
+    ),
+]
+
+
+@each_row("call, error, message", REFUSED, ids=[message for _, _, message in REFUSED])
+def test_unsupported_leaf_or_axis_is_an_error_with_its_path_in_and_outside_a_strategy(call, error, message, strategy):
+    for run in (lambda: strategy.run(call), call):
+        with pytest.raises(error, match=message):
+            run()

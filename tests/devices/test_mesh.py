@@ -80,6 +80,7 @@ REFUSED = {
     "negative_index": (["cpu:-1"], ValueError, r"Device 'cpu:-1' not found\. This process has cpu:0"),
     "number": ([0], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got 0"),
     "none": ([None], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got None"),
+    "one_device": (jax.devices()[0], TypeError, r"list of devices, got .*; write \["),
     "one_name": ("cpu:0", TypeError, r"`devices` must be a list of devices, got 'cpu:0'; write \['cpu:0'\]"),
     "how_many": (
         2,
@@ -128,11 +129,6 @@ def test_invalid_devices_are_errors(devices, error, message):
 @pytest.mark.parametrize("name", ["/cpu:0", "/device:CPU:0", "/job:localhost/replica:0/task:0/device:CPU:0"])
 def test_strategies_accept_tensorflow_device_names(make, name):
     assert list(make(name).mesh.devices.flat) == jax.devices()[:1]
-
-
-def test_single_device_instead_of_a_list_is_an_error():
-    with pytest.raises(TypeError, match=r"list of devices, got .*; write \["):
-        jdist.MirroredStrategy(jax.devices()[0])
 
 
 @each_row("strategy", [jdist.MirroredStrategy, jdist.CentralStorageStrategy])
