@@ -15,7 +15,7 @@ from flax import nnx
 import jdist
 from jdist._src.training.model_adapters import adapt_model
 
-from laws import assert_in_step
+from laws import assert_in_step, each_row
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = X @ np.float32([1, -2, 3])
@@ -91,33 +91,11 @@ def test_initial_state_is_replicated_and_predicts_as_the_library_does(make, refe
     )
 
 
-@pytest.mark.slow
-@every_kind
-def test_training_on_two_replicas_equals_training_on_one_device(make, reference, two, keras):
-    model, states = make(keras), []
-    for strategy in (two, jdist.OneDeviceStrategy("cpu:0")):
-        fit = train(trainer_of(model, strategy), (X[:7], Y[:7]), 4, epochs=2)
-        states.append(jax.device_get(fit.state))
-    np.testing.assert_equal(states[0].step, 4)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), states[0].params, states[1].params
-    )
-
-
-def test_parameters_depend_on_the_seed_and_not_on_the_strategy(two):
+def test_parameters_depend_on_the_seed_only(two):
     one = jdist.OneDeviceStrategy("cpu:0")
-    init = lambda strategy, seed: bits(trainer_of(pair(), strategy, seed=seed).init(X).params)
+    init = lambda strategy, seed, x=X: bits(trainer_of(pair(), strategy, seed=seed).init(x).params)
     assert init(two, 3) == init(two, 3) == init(one, 3) != init(two, 4)
-
-
-def test_parameters_do_not_depend_on_the_batch_size_or_values(two):
-    trainer = trainer_of(pair(), two)
-    first = bits(trainer.init(X).params)
-    assert (
-        first
-        == bits(trainer.init(X[:1]).params)
-        == bits(trainer.init(jax.ShapeDtypeStruct((99, 3), jnp.float32)).params)
-    )
+    assert init(two, 3) == init(two, 3, X[:1]) == init(two, 3, jax.ShapeDtypeStruct((99, 3), jnp.float32))
 
 
 # -- model state -------------------------------------------------------------------------------------------------------
@@ -132,8 +110,8 @@ class LinenNorm(nn.Module):
 
 
 class NnxNorm(nnx.Module):
-    def __init__(self, momentum=0.0):
-        self.norm = nnx.BatchNorm(1, momentum=momentum, rngs=nnx.Rngs(0))
+    def __init__(self):
+        self.norm = nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
         return self.norm(x)
@@ -160,14 +138,8 @@ def zero(outputs, targets):
 
 
 @every_norm
-@pytest.mark.parametrize(
-    "rows, expected",
-    [
-        (4, [6.5, 2.5]),
-        (2, [1.0, 1.0]),
-    ],  # means 1 and 12, variances 1 and 4; in the second case replica 1 has only padding
-    ids=["all", "padding_only"],
-)
+# The means are 1 and 12, the variances 1 and 4; in the second case replica 1 has only padding.
+@pytest.mark.parametrize("rows, expected", [(4, [6.5, 2.5]), (2, [1.0, 1.0])], ids=["all", "padding_only"])
 def test_batch_statistics_are_averaged_over_replicas_that_have_examples(make, rows, expected, two, keras):
     fit = train(trainer_of(make(keras), two, zero), (BATCHES[:rows], np.zeros(rows, np.float32)), 4)
     np.testing.assert_allclose(statistics(fit.state), expected, rtol=1e-5)
@@ -185,16 +157,14 @@ def test_evaluation_uses_the_stored_statistics_and_does_not_change_them(make, tw
     assert bits(state) == before
 
 
-@pytest.mark.parametrize("make", [LinenNorm, pytest.param(NnxNorm, marks=pytest.mark.slow)], ids=["linen", "nnx"])
-def test_statistics_continue_over_steps(make, two):
-    fit = train(trainer_of(make(0.5), two, zero), (BATCHES, np.zeros(4, np.float32)), 4, steps=2)
+def test_statistics_continue_over_steps(two):
+    fit = train(trainer_of(LinenNorm(0.5), two, zero), (BATCHES, np.zeros(4, np.float32)), 4, steps=2)
     np.testing.assert_allclose(statistics(fit.state), [0.75 * 6.5, 0.25 + 0.75 * 2.5], rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [LinenNorm, pytest.param(NnxNorm, marks=pytest.mark.slow)], ids=["linen", "nnx"])
-def test_statistics_of_micro_batches_are_averaged(make, two):
+def test_statistics_of_micro_batches_are_averaged(two):
     x = np.float32([[0], [2], [4], [8], [10], [14], [1], [1]])
-    fit = train(trainer_of(make(), two, zero), (x, np.zeros(8, np.float32)), 8, micro_batches=2)
+    fit = train(trainer_of(LinenNorm(), two, zero), (x, np.zeros(8, np.float32)), 8, micro_batches=2)
     np.testing.assert_allclose(statistics(fit.state), [(1 + 6 + 12 + 1) / 4, (1 + 4 + 4 + 0) / 4], rtol=1e-5)
 
 
@@ -218,20 +188,14 @@ class Counted(nn.Module):
         return nn.Dense(1)(x)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
-def test_model_state_is_averaged_with_the_number_of_examples_per_replica(rows, two):
-    fit = train(trainer_of(Counted(), two), (X[:rows], Y[:rows]), 4)
-    kept = fit.state.model_state["kept"]
-    np.testing.assert_allclose(kept["mean"], X[:rows].mean(0), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    "rows, weights", [(1, None), (3, None), (4, None), (4, np.float32([1, 3, 0, 0.5]))], ids=["1", "3", "4", "weights"]
+)
+def test_model_state_is_averaged_with_the_weights_of_the_examples_per_replica(rows, weights, two):
+    data = (X[:rows], Y[:rows]) if weights is None else (X[:rows], Y[:rows], weights)
+    kept = train(trainer_of(Counted(), two), data, 4).state.model_state["kept"]
+    np.testing.assert_allclose(kept["mean"], np.average(X[:rows], 0, weights), rtol=1e-5, atol=1e-6)
     assert int(kept["batches"]) == 1 and np.asarray(kept["table"]).tolist() == [0, 1, 2]
-
-
-def test_model_state_is_averaged_with_the_weights_of_examples(two):
-    weights = np.float32([1, 3, 0, 0.5])
-    fit = train(trainer_of(Counted(), two), (X[:4], Y[:4], weights), 4)
-    np.testing.assert_allclose(
-        fit.state.model_state["kept"]["mean"], np.average(X[:4], axis=0, weights=weights), rtol=1e-5, atol=1e-6
-    )
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["zero", "nan"])
@@ -247,14 +211,9 @@ def test_model_state_keeps_its_dtype_in_lower_precision(two):
 
 
 def test_model_state_in_float32_is_not_rounded_to_the_output_dtype(two):
+    precision = jdist.Precision(compute_dtype=jnp.float32, output_dtype=jnp.bfloat16)
     data = (1 + X[:4] / 1000, Y[:4])
-    fit = train(
-        trainer_of(
-            LinenNorm(), two, zero, precision=jdist.Precision(compute_dtype=jnp.float32, output_dtype=jnp.bfloat16)
-        ),
-        data,
-        4,
-    )
+    fit = train(trainer_of(LinenNorm(), two, zero, precision=precision), data, 4)
     means = data[0].reshape(2, 2, 3).mean((0, 1))
     np.testing.assert_allclose(fit.state.model_state["batch_stats"]["BatchNorm_0"]["mean"], means, rtol=1e-6)
 
@@ -263,13 +222,7 @@ def test_model_state_in_float32_is_not_rounded_to_the_output_dtype(two):
 
 
 class LinenDropout(nn.Module):
-    @nn.compact
-    def __call__(self, x, deterministic):
-        return nn.Dropout(0.5)(nn.Dense(FEATURES, use_bias=False)(x), deterministic=deterministic)
-
-
-class LinenDropoutAndNorm(nn.Module):
-    """Also has a model state, and another keyword argument."""
+    """Also has a model state."""
 
     @nn.compact
     def __call__(self, x, train):
@@ -297,16 +250,11 @@ def _drop(w, x, key, train):
 
 DROPOUTS = {
     "linen": lambda keras: LinenDropout(),
-    "linen_with_state": lambda keras: LinenDropoutAndNorm(),
     "nnx": lambda keras: NnxDropout(),
     "keras": keras_dropout,
     "pair": lambda keras: (lambda key, x: jnp.zeros((8, FEATURES)), _drop),
 }
-every_dropout = pytest.mark.parametrize(
-    "make",
-    [pytest.param(make, marks=pytest.mark.slow) if name == "linen" else make for name, make in DROPOUTS.items()],
-    ids=DROPOUTS,
-)
+every_dropout = pytest.mark.parametrize("make", DROPOUTS.values(), ids=DROPOUTS)
 
 
 def masks(trainer, steps):
@@ -338,10 +286,9 @@ def test_ke14_dropout_differs_between_replicas_micro_batches_and_steps_and_is_of
 
 
 @pytest.mark.slow
-@every_dropout
-def test_dropout_depends_on_the_seed(make, two, keras):
-    model, loss = make(keras), lambda outputs, targets: outputs.sum(-1)
-    draw = lambda seed: masks(trainer_of(model, two, loss, optax.sgd(1.0), seed=seed), 1)[0]
+def test_dropout_depends_on_the_seed(two):
+    loss = lambda outputs, targets: outputs.sum(-1)
+    draw = lambda seed: masks(trainer_of(NnxDropout(), two, loss, optax.sgd(1.0), seed=seed), 1)[0]
     first, second, other = draw(1), draw(1), draw(2)
     np.testing.assert_array_equal(first, second)
     assert (first != other).any()
@@ -363,42 +310,26 @@ class NnxAll(nnx.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.slow)])
-def test_nnx_module_of_the_user_is_not_changed(mode, two):
-    module = NnxAll()
-    getattr(module, mode)()
-    graph, state = nnx.split(module)
-    before = bits(state)
-    trainer = trainer_of(module, two)
-    fit = train(trainer, (X, Y), 4, epochs=2)
-    trainer.evaluate(fit.state, (X, Y), batch_size=4)
-    graph_after, after = nnx.split(module)
-    assert graph_after == graph and bits(after) == before
-    module(X)  # its arrays were not donated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_mode_of_the_nnx_module_of_the_user_has_no_effect(mode, two):
-    module = NnxDropout()
-    getattr(module, mode)()
-    train_masks, _ = masks(trainer_of(module, two, lambda outputs, targets: outputs.sum(-1), optax.sgd(1.0)), 1)
-    assert set(np.unique(train_masks)) == {0.0, 2.0}
+def test_nnx_module_of_the_user_is_not_changed_and_its_mode_has_no_effect(two):
+    results = []
+    for mode in ("train", "eval"):
+        module = NnxAll()
+        getattr(module, mode)()
+        graph, state = nnx.split(module)
+        before = bits(state)
+        trainer = trainer_of(module, two)
+        fit = train(trainer, (X, Y), 4, epochs=2)
+        results.append((bits(fit.state), trainer.evaluate(fit.state, (X, Y), batch_size=4)))
+        graph_after, after = nnx.split(module)
+        assert graph_after == graph and bits(after) == before
+        module(X)  # its arrays were not donated
+    assert results[0] == results[1]
 
 
 @pytest.mark.slow
 def test_keras_model_of_the_user_is_not_changed(two, keras):
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(4),
-            layers.BatchNormalization(),
-            layers.Dropout(0.5),
-            layers.Dropout(0.5),
-            layers.Dense(1),
-        ]
-    )
+    dense, norm, dropout = keras.layers.Dense, keras.layers.BatchNormalization, keras.layers.Dropout
+    model = keras.Sequential([keras.Input((3,)), dense(4), norm(), dropout(0.5), dropout(0.5), dense(1)])
     before = bits([variable.value for variable in model.variables])
     trainer = trainer_of(model, two)
     fit = train(trainer, (X, Y), 4, epochs=2)
@@ -442,48 +373,21 @@ def test_keras_model_without_training_argument_is_called_without_it(keras):
 # -- keyword arguments -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, in_training, in_evaluation",
-    [("train", True, False), ("training", True, False), ("is_training", True, False), ("deterministic", False, True)],
-)
-@pytest.mark.parametrize("kind", ["linen", "nnx", "pair"])
-def test_mode_is_passed_by_the_name_of_the_parameter(kind, name, in_training, in_evaluation):
-    modes = []
-    scope = {"nn": nn, "nnx": nnx, "jnp": jnp, "modes": modes}
-    exec(SOURCES[kind].format(name=name), scope)
-    model = adapt_model(scope["make"]())
+MODES = [
+    (lambda w, x, train: x * train, True),
+    (lambda w, x, *, training=None: x * training, True),
+    (lambda w, x, *, is_training: x * is_training, True),
+    (lambda w, x, deterministic: x * deterministic, False),
+]
+
+
+@each_row("apply, in_training", MODES, ["train", "training", "is_training", "deterministic"])
+def test_mode_is_passed_by_the_name_of_the_parameter(apply, in_training):
+    model = adapt_model((lambda key, x: jnp.zeros(()), apply))
     params, state = model.init(jax.random.key(0), X)
-    for train, expected in ((True, in_training), (False, in_evaluation)):
-        del modes[:]
-        assert model.apply(params, state, X, jax.random.key(1), train, None)[0].shape == (8, 1)
-        assert set(modes) == {expected}
-
-
-SOURCES = {  # functions with a parameter of the tested name
-    "linen": """
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, {name}):
-        modes.append({name})
-        return nn.Dense(1)(x)
-make = Net
-""",
-    "nnx": """
-class Net(nnx.Module):
-    def __init__(self):
-        self.dense = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    def __call__(self, x, {name}):
-        modes.append({name})
-        return self.dense(x)
-make = Net
-""",
-    "pair": """
-def apply(w, x, *, {name}=None):
-    modes.append({name})
-    return x @ w
-make = lambda: (lambda key, x: jnp.zeros((3, 1)), apply)
-""",
-}
+    for train in (True, False):
+        outputs = model.apply(params, state, X, jax.random.key(1), train, None)[0]
+        np.testing.assert_array_equal(outputs, X * (train is in_training))
 
 
 def test_pair_receives_weights_and_a_key(two):
@@ -504,9 +408,7 @@ def test_model_receives_the_weights_of_its_micro_batch(two):
         assert weights.shape == x.shape[:1]
         return x @ w
 
-    init = lambda key, x: jnp.zeros((3, 1))
-    fit = train(trainer_of((init, apply), two), (X, Y), 8, micro_batches=2)
-    assert fit.steps == 1
+    assert train(trainer_of((lambda key, x: jnp.zeros((3, 1)), apply), two), (X, Y), 8, micro_batches=2).steps == 1
 
 
 @pytest.mark.parametrize(
@@ -545,31 +447,27 @@ def test_sown_intermediates_are_not_in_the_model_state(two):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "model, got",
-    [
-        (Linen, "the class Linen: pass an instance"),
-        (Nnx, "the class Nnx: pass an instance"),
-        (None, "NoneType"),
-        (lambda params, x: x, "function"),
-        ((lambda key, x: x,), "tuple"),
-        ((lambda key, x: x, None), "tuple"),
-        ({"init": len, "apply": len}, "dict"),
-        (np.zeros(3), "ndarray"),
-    ],
-    ids=["linen_class", "nnx_class", "none", "one_function", "one_of_a_pair", "none_in_a_pair", "dict", "array"],
-)
+WRONG_MODELS = [
+    (Linen, "the class Linen: pass an instance"),
+    (Nnx, "the class Nnx: pass an instance"),
+    (None, "NoneType"),
+    (lambda params, x: x, "function"),
+    ((lambda key, x: x,), "tuple"),
+    ((lambda key, x: x, None), "tuple"),
+    ({"init": len, "apply": len}, "dict"),
+    (np.zeros(3), "ndarray"),
+]
+
+
+@each_row("model, got", WRONG_MODELS)
 def test_wrong_model_raises(model, got, two):
     with pytest.raises(TypeError, match=rf"`model` must be a module of flax .*\(init, apply\).*got {got}"):
         trainer_of(model, two)
 
 
-def test_keras_class_raises(two, keras):
+def test_keras_class_and_model_that_is_not_built_raise(two, keras):
     with pytest.raises(TypeError, match="got the class Sequential: pass an instance"):
         trainer_of(keras.Sequential, two)
-
-
-def test_keras_model_that_is_not_built_raises(two, keras):
     with pytest.raises(ValueError, match=r"is not built\. Add a `keras.Input"):
         trainer_of(keras.Sequential([keras.layers.Dense(1)]), two)
 
