@@ -13,7 +13,7 @@ import pytest
 import jdist
 
 from digits_data import load_digits
-from laws import STRATEGIES, Numbered
+from laws import STRATEGIES, Numbered, each_row
 
 IMAGES, LABELS = load_digits()
 IMAGES = IMAGES.reshape(-1, 64)
@@ -111,10 +111,10 @@ def test_metrics_of_all_digits_equal_those_of_numpy(name, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
-def test_predictions_are_in_the_order_of_the_data_without_padding(name, size):
+@pytest.mark.parametrize("name", ["mirrored_3", "sharded_4", "central_2"])
+def test_predictions_are_in_the_order_of_the_data_without_padding(name):
     trainer, state = classifier(name)
-    outputs = trainer.predict(state, IMAGES, batch_size=size)
+    outputs = trainer.predict(state, IMAGES, batch_size=240)
     assert isinstance(outputs, np.ndarray) and outputs.dtype == np.float32
     np.testing.assert_allclose(outputs, IMAGES @ WEIGHTS, rtol=1e-4, atol=1e-4)
 
@@ -189,7 +189,7 @@ def test_distributed_dataset_is_used_unchanged(remainder, rows, two):
 
 
 @pytest.mark.timeout(20)  # otherwise an error would never end
-@pytest.mark.parametrize("epochs", [3, None])
+@each_row("epochs", [3, None])
 def test_each_example_counts_once_if_the_dataset_repeats(epochs):
     trainer, state = regressor()
     dataset = trainer.strategy.distribute_dataset((X, Y), 4, remainder="pad", shuffle=False, epochs=epochs)
@@ -216,10 +216,9 @@ def test_nan_of_examples_is_not_ignored():
 
 
 def test_several_losses_per_example_are_averaged(two):
-    loss = lambda outputs, targets: jnp.square(outputs - targets)  # [batch, length]
     model = (lambda key, x: jnp.float32(2), lambda w, x: w * x)
-    trainer = jdist.Trainer(model, optax.sgd(0.1), loss, strategy=two)
-    results = trainer.evaluate(trainer.init(X), (X, X[:, ::-1].copy()), batch_size=4)
+    trainer = jdist.Trainer(model, optax.sgd(0.1), optax.squared_error, strategy=two)
+    results = trainer.evaluate(trainer.init(X), (X, X[:, ::-1].copy()), batch_size=4)  # losses [batch, length]
     assert results["loss"] == pytest.approx(np.mean((2 * X - X[:, ::-1]) ** 2), rel=1e-5)
 
 
@@ -293,75 +292,52 @@ def test_batch_size_that_the_replicas_do_not_divide_is_filled_up():
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def both(trainer, state, data, **options):
-    """Returns evaluation and prediction as functions."""
-    return [lambda: trainer.evaluate(state, data, **options), lambda: trainer.predict(state, data, **options)]
-
-
-def assert_raises(calls, error, message):
-    for call in calls:
-        with pytest.raises(error, match=message) as raised:
-            call()
-    return raised.value
-
-
-WRONG_DATA = {
-    "empty": (lambda strategy: (X[:0], Y[:0]), {"batch_size": 4}, "The source is empty"),
-    "no_batch_size": (lambda strategy: (X, Y), {}, "consists of arrays, .* Pass the number of examples per batch"),
-    "two_batch_sizes": (
-        lambda strategy: strategy.distribute_dataset((X, Y), 4, remainder="pad"),
-        {"batch_size": 4},
-        "`data` is already distributed.*`batch_size`",
+distributed = lambda strategy, **options: strategy.distribute_dataset((X, Y), 4, **options)
+mirrored = lambda *numbers: jdist.MirroredStrategy([f"cpu:{number}" for number in numbers])
+OTHER_DEVICES = "is on .*this strategy uses cpu:0, cpu:1"
+NO_PARAMS = "The state must have `params`, as an attribute or a key"
+# Functions from a strategy and a state to the arguments of `evaluate` and `predict`, the error, and whether it names `data`.
+WRONG_ARGUMENTS = {
+    "empty": (lambda s, state: (state, (X[:0], Y[:0]), 4), ValueError, "The source is empty", True),
+    "empty_iterator": (lambda s, state: (state, iter([]), None), ValueError, "The source is empty", False),
+    "no_batch_size": (
+        lambda s, state: (state, (X, Y), None), ValueError, "consists of arrays, .* Pass the number of examples per batch", True,
     ),
-}
+    "two_batch_sizes": (
+        lambda s, state: (state, distributed(s, remainder="pad"), 4), ValueError,
+        "`data` is already distributed.*`batch_size`", True,
+    ),
+    "other_devices": (lambda s, state: (state, distributed(mirrored(2, 3)), None), ValueError, OTHER_DEVICES, False),
+    "fewer_devices": (lambda s, state: (state, distributed(mirrored(0)), None), ValueError, OTHER_DEVICES, False),
+    "more_devices": (
+        lambda s, state: (state, distributed(mirrored(0, 1, 2, 3), remainder="pad"), None), ValueError, OTHER_DEVICES, False,
+    ),
+    "state_of_other_devices": (lambda s, state: (regressor("sharded_4")[1], (X, Y), 4), ValueError, OTHER_DEVICES, False),
+    "array": (lambda s, state: (np.ones(3, np.float32), (X, Y), 4), TypeError, NO_PARAMS, False),
+    "dict": (lambda s, state: ({"weights": np.ones(3)}, (X, Y), 4), TypeError, NO_PARAMS, False),
+    "none": (lambda s, state: (None, (X, Y), 4), TypeError, NO_PARAMS, False),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("make, options, message", WRONG_DATA.values(), ids=WRONG_DATA)
-def test_wrong_data_raise_with_their_name(make, options, message):
+@each_row("make, error, message, names_data", WRONG_ARGUMENTS.values(), WRONG_ARGUMENTS)
+def test_wrong_data_and_states_raise(make, error, message, names_data):
     trainer, state = regressor()
-    error = assert_raises(both(trainer, state, make(trainer.strategy), **options), ValueError, message)
-    assert "`data`" in "".join([str(error), *getattr(error, "__notes__", ())])
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(error, match=message) as raised:
+            wrong_state, data, batch_size = make(trainer.strategy, state)
+            call(wrong_state, data, batch_size=batch_size)
+        assert not names_data or "`data`" in "".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
 
 
-def test_empty_iterator_raises():
-    trainer, state = regressor()
-    assert_raises(both(trainer, state, iter([])), ValueError, "The source is empty")
+WRONG_OUTPUTS = [
+    (lambda o: o.mean(), r"outputs is float32\[\] for 2 examples"),
+    (lambda o: {"a": o, "b": o[:1]}, r"outputs\['b'\] is float32\[1\] for 2 examples"),
+    (lambda o: (o, jnp.float32(1)), r"outputs\[1\] is float32\[\] for 2 examples"),
+    (lambda o: jnp.concatenate([o, o]), r"outputs is float32\[4\] for 2 examples"),
+]
 
 
-@pytest.mark.parametrize("devices", [["cpu:2", "cpu:3"], ["cpu:0"], ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]])
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_dataset_of_another_strategy_raises(devices, remainder):
-    trainer, state = regressor()
-    dataset = jdist.MirroredStrategy(devices).distribute_dataset((X, Y), 4, remainder=remainder)
-    assert_raises(both(trainer, state, dataset), ValueError, "is on .*this strategy uses cpu:0, cpu:1")
-
-
-def test_state_of_another_strategy_raises():
-    trainer, _ = regressor()
-    _, other = regressor("sharded_4")
-    assert_raises(both(trainer, other, (X, Y), batch_size=4), ValueError, "is on .*this strategy uses cpu:0, cpu:1")
-
-
-@pytest.mark.parametrize(
-    "state", [np.ones(3, np.float32), {"weights": np.ones(3)}, None], ids=["array", "dict", "none"]
-)
-def test_wrong_state_raises(state):
-    trainer, _ = regressor()
-    assert_raises(
-        both(trainer, state, (X, Y), batch_size=4), TypeError, "The state must have `params`, as an attribute or a key"
-    )
-
-
-@pytest.mark.parametrize(
-    "outputs, message",
-    [
-        (lambda o: o.mean(), r"outputs is float32\[\] for 2 examples"),
-        (lambda o: {"a": o, "b": o[:1]}, r"outputs\['b'\] is float32\[1\] for 2 examples"),
-        (lambda o: (o, jnp.float32(1)), r"outputs\[1\] is float32\[\] for 2 examples"),
-        (lambda o: jnp.concatenate([o, o]), r"outputs is float32\[4\] for 2 examples"),
-    ],
-    ids=["scalar", "fewer", "number", "more"],
-)
+@each_row("outputs, message", WRONG_OUTPUTS, ["scalar", "fewer", "number", "more"])
 def test_outputs_that_are_not_one_value_per_example_raise(outputs, message, two):
     trainer = jdist.Trainer((LINEAR[0], lambda w, x: outputs(x @ w)), optax.sgd(0.1), strategy=two)
     with pytest.raises(ValueError, match=message + r".*\[batch, \.\.\.\]"):
@@ -389,15 +365,11 @@ def test_metric_whose_dtype_depends_on_the_batch_raises(two):
         trainer.evaluate(trainer.init(IMAGES), (IMAGES, LABELS), batch_size=4)
 
 
-def test_missing_loss_or_optimizer_raises(two):
+def test_evaluation_needs_a_loss_and_prediction_needs_neither_loss_nor_optimizer(two):
+    _, state = regressor()
     trainer = jdist.Trainer(LINEAR, strategy=two)
     with pytest.raises(TypeError, match="`evaluate` needs the argument `loss` of the trainer"):
         trainer.evaluate(None, (X, Y), batch_size=4)
-
-
-def test_predict_needs_neither_loss_nor_optimizer(two):
-    _, state = regressor()
-    trainer = jdist.Trainer(LINEAR, strategy=place("mirrored_2"))
     np.testing.assert_allclose(trainer.predict(state, X, batch_size=4), X.sum(1), rtol=1e-5, atol=1e-6)
 
 
