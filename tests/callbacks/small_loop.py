@@ -77,6 +77,11 @@ class Run:
     saved: dict = dataclasses.field(default_factory=dict)  # the resume data, by step
 
 
+def idle(state, number):
+    """A step that does not change the state."""
+    return state, 0.0
+
+
 def train(strategy, callbacks, *, epochs=2, steps=3, steps_per_call=1, start=0, state=None, call=None, saved=None,
           validation=None, logs=None, seconds=0.1, total=..., stalled_fraction=0.0):  # fmt: skip
     """Trains, and sends the events to `callbacks`.

@@ -11,19 +11,15 @@ import pytest
 from jdist import callbacks
 from jdist._src.checkpoint.checkpointer import Checkpointer
 
-from small_loop import place, regression, train
+from small_loop import idle, place, regression, train
 
 few = hypothesis.settings(max_examples=6, deadline=None, derandomize=True, database=None)
 ONE = place("one_device")
 
 
-def _idle(state, number):
-    return state, 0.0
-
-
 def _saved(path, every, **options):
     with Checkpointer(path, keep=None, every=every) as checkpointer:
-        train(ONE, [callbacks.Checkpoint(checkpointer)], state=ONE.put({"w": 1.0}), call=_idle, **options)
+        train(ONE, [callbacks.Checkpoint(checkpointer)], state=ONE.put({"w": 1.0}), call=idle, **options)
         return checkpointer.steps()
 
 
@@ -41,7 +37,7 @@ def test_checkpoint_is_saved_after_each_call_that_contains_a_due_step_and_at_the
 def test_checkpoint_is_saved_at_the_end_of_training_that_stops(tmp_path):
     with Checkpointer(tmp_path / "run", every=100) as checkpointer:
         limit = callbacks.TimeLimit(0.2)
-        train(ONE, [limit, callbacks.Checkpoint(checkpointer)], state=ONE.put({"w": 1.0}), call=_idle)
+        train(ONE, [limit, callbacks.Checkpoint(checkpointer)], state=ONE.put({"w": 1.0}), call=idle)
         assert checkpointer.steps() == (2,)
 
 
@@ -91,7 +87,7 @@ def test_run_from_the_beginning_does_not_overwrite_another(tmp_path):
 
 def test_end_at_an_earlier_step_does_not_save(tmp_path):
     """This happens if the loop finds out late that a loss was not finite and later steps were rejected."""
-    run = train(ONE, [lambda event: None], state=ONE.put({"w": 1.0}), call=_idle)
+    run = train(ONE, [lambda event: None], state=ONE.put({"w": 1.0}), call=idle)
     *events, end = run.events
     with Checkpointer(tmp_path / "run", every=2) as checkpointer:
         callback = callbacks.Checkpoint(checkpointer)

@@ -16,16 +16,13 @@ from jdist import callbacks
 from jdist._src.callbacks.rows import FACTS
 from jdist._src.training.events import as_callbacks
 
-from small_loop import State, place, regression, train
+from laws import each_row
+from small_loop import State, idle, place, regression, train
 
 few = hypothesis.settings(max_examples=15, deadline=None, derandomize=True, database=None)
 ONE = place("one_device")
 KINDS = {"csv": callbacks.CSVLog, "json": callbacks.JSONLog}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def _idle(state, number):
-    return state, 0.0
 
 
 def _rows(path):
@@ -36,7 +33,7 @@ def _rows(path):
 
 
 def _run(log, **options):
-    options = dict(state=0, call=_idle, logs=lambda step: {"loss": 1 / (step + 1)}) | options
+    options = dict(state=0, call=idle, logs=lambda step: {"loss": 1 / (step + 1)}) | options
     return train(ONE, [log], **options)
 
 
@@ -95,7 +92,7 @@ def test_run_from_the_beginning_renames_an_existing_log(kind, tmp_path):
 @every_kind
 def test_training_that_stops_within_an_epoch_writes_a_row_at_the_end(kind, tmp_path):
     path = tmp_path / "log"
-    train(ONE, [callbacks.TimeLimit(0.4), KINDS[kind](path)], state=0, call=_idle)
+    train(ONE, [callbacks.TimeLimit(0.4), KINDS[kind](path)], state=0, call=idle)
     assert _moments(path) == [("epoch", 3), ("end", 4)]
 
 
@@ -103,7 +100,7 @@ def test_training_that_stops_within_an_epoch_writes_a_row_at_the_end(kind, tmp_p
 def test_row_is_in_the_file_before_the_next_step(kind, tmp_path):
     path, counts = tmp_path / "log", []
     count = lambda event: counts.append(len(path.read_text().splitlines()))
-    train(ONE, [KINDS[kind](path, every=1), count], steps=2, epochs=1, state=0, call=_idle)
+    train(ONE, [KINDS[kind](path, every=1), count], steps=2, epochs=1, state=0, call=idle)
     assert [number - counts[0] for number in counts] == [0, 1, 2, 3, 3]
 
 
@@ -132,23 +129,14 @@ def test_json_contains_array_metrics_and_only_standard_json(tmp_path):
     assert json.loads(path.read_text(), parse_constant=reject)["table"] == [[1.0, "nan"]]
 
 
-UNWRITABLE = {
-    "under_a_file": lambda tmp: tmp / "file" / "log",
-    "a_directory": lambda tmp: tmp,
-    "not_text": lambda tmp: tmp / "bytes",
-}
-
-
 @every_kind
-@pytest.mark.parametrize("path_in", UNWRITABLE.values(), ids=UNWRITABLE)
-def test_unwritable_log_raises_before_the_first_step(kind, path_in, tmp_path):
+@each_row("path", ["file/log", "", "bytes"], ["under_a_file", "a_directory", "not_text"])
+def test_unwritable_log_raises_before_the_first_step(kind, path, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    steps = []
-    with pytest.raises(
-        ValueError, match=r"cannot be written: .*Pass another path|is not a log that .*Pass another path"
-    ):
-        train(ONE, [KINDS[kind](path_in(tmp_path)), steps.append], state=0, call=_idle)
+    steps, message = [], r"cannot be written: .*Pass another path|is not a log that .*Pass another path"
+    with pytest.raises(ValueError, match=message):
+        train(ONE, [KINDS[kind](tmp_path / path), steps.append], state=0, call=idle)
     assert steps == []
 
 
@@ -162,13 +150,12 @@ def test_callbacks_with_one_destination_raise(tmp_path):
 
 
 @every_kind
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", '{"a": 1}\n', "hello\n", "[1]\n"])
+@each_row("text", ["a,b\n1,2\n", '{"a": 1}\n', "hello\n", "[1]\n"])
 def test_file_that_is_not_a_log_is_not_changed(kind, text, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(text)
-    with pytest.raises(
-        ValueError, match=r"mine\.csv' exists, and is not a log that (CSV|JSON)Log wrote\. Pass another path"
-    ):
+    message = r"mine\.csv' exists, and is not a log that (CSV|JSON)Log wrote\. Pass another path"
+    with pytest.raises(ValueError, match=message):
         _run(KINDS[kind](path))
     assert path.read_text() == text
 
@@ -182,21 +169,18 @@ def test_metric_with_the_name_of_a_column_raises(kind, tmp_path):
         _run(log_with_two_losses)
 
 
-WRONG_OPTIONS = {
-    "path": (dict(path=3), TypeError, "`path` must be a path, got int"),
-    "empty": (dict(path=""), ValueError, "`path` must not be empty"),
-    "every": (dict(path="x", every=0), ValueError, "`every` must be an integer >= 1, got 0"),
-    "also": (
-        dict(path="x", also=callbacks.learning_rate()),
-        TypeError,
-        "`also` must be a list of functions of an event, got f",
-    ),
-    "function": (dict(path="x", also=[1]), TypeError, "`also` must be a function of an event, got int"),
-}
+RATE = callbacks.learning_rate()
+WRONG_OPTIONS = [
+    (dict(path=3), TypeError, "`path` must be a path, got int"),
+    (dict(path=""), ValueError, "`path` must not be empty"),
+    (dict(path="x", every=0), ValueError, "`every` must be an integer >= 1, got 0"),
+    (dict(path="x", also=RATE), TypeError, "`also` must be a list of functions of an event, got f"),
+    (dict(path="x", also=[1]), TypeError, "`also` must be a function of an event, got int"),
+]
 
 
 @every_kind
-@pytest.mark.parametrize("options, error, message", WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
+@each_row("options, error, message", WRONG_OPTIONS)
 def test_wrong_options_of_a_log_raise(kind, options, error, message):
     with pytest.raises(error, match=message):
         KINDS[kind](**options)
@@ -208,7 +192,7 @@ def test_processes_other_than_process_0_do_not_write(tmp_path, monkeypatch):
     writers.append(callbacks.Profile(tmp_path / "c", start=1, stop=2))
     if importlib.util.find_spec("tensorboardX"):
         writers.append(callbacks.TensorBoard(tmp_path / "d"))
-    run = train(ONE, writers, state=0, call=_idle)
+    run = train(ONE, writers, state=0, call=idle)
     assert list(tmp_path.iterdir()) == []
     assert run.reads == 2  # for the rows of the history
 
@@ -236,14 +220,15 @@ def test_learning_rate_is_that_of_the_last_update(name, optimizer, schedule, rat
     )  # the oldest optax stores a bfloat16
 
 
-def test_learning_rate_that_is_not_in_the_state_raises(tmp_path):
+def test_learning_rate_that_is_not_in_the_state_and_schedule_that_is_not_a_function_raise(tmp_path):
     state, call = regression(ONE)
     log = callbacks.CSVLog(tmp_path / "log", also=[callbacks.learning_rate()])
-    with pytest.raises(
-        ValueError, match=r"The state contains no learning rate, or several\. Pass the schedule, `learning"
-    ):
+    message = r"The state contains no learning rate, or several\. Pass the schedule, `learning"
+    with pytest.raises(ValueError, match=message):
         train(ONE, [log], state=state, call=call)
     assert callbacks.learning_rate_of(state) is None
+    with pytest.raises(TypeError, match="`schedule` must be a function of the number of updates, got float"):
+        callbacks.learning_rate(0.1)
 
 
 def test_learning_rate_is_none_if_parts_have_different_rates():
@@ -251,8 +236,3 @@ def test_learning_rate_is_none_if_parts_have_different_rates():
     states = [sgd(learning_rate=rate).init({"w": np.zeros(2, np.float32)}) for rate in (0.5, 0.25, 0.25)]
     assert callbacks.learning_rate_of(State(0, None, states)) is None
     assert callbacks.learning_rate_of(State(0, None, states[1:])) == 0.25
-
-
-def test_schedule_that_is_not_a_function_raises():
-    with pytest.raises(TypeError, match="`schedule` must be a function of the number of updates, got float"):
-        callbacks.learning_rate(0.1)

@@ -10,14 +10,11 @@ import pytest
 
 from jdist import callbacks
 
-from small_loop import place, train
+from laws import each_row
+from small_loop import idle, place, train
 
 HERE = pathlib.Path(__file__).parent
 ONE = place("one_device")
-
-
-def _idle(state, number):
-    return state, 0.0
 
 
 @pytest.fixture
@@ -67,13 +64,13 @@ def test_trace_is_ended_if_a_callback_raises(calls, tmp_path):
             raise OSError("The disk is full.")
 
     with pytest.raises(OSError, match="The disk is full"):
-        train(ONE, [callbacks.Profile(tmp_path, start=2, stop=9), fails], state=0, call=_idle)
+        train(ONE, [callbacks.Profile(tmp_path, start=2, stop=9), fails], state=0, call=idle)
     assert calls == ["start", "stop"]
 
 
 def test_steps_that_are_not_reached_warn(calls, tmp_path):
     with pytest.warns(UserWarning, match="Steps 50 to 60 were not traced: training ended after step 6"):
-        train(ONE, [callbacks.Profile(tmp_path, start=50, stop=60)], state=0, call=_idle)
+        train(ONE, [callbacks.Profile(tmp_path, start=50, stop=60)], state=0, call=idle)
     assert calls == []
 
 
@@ -86,18 +83,14 @@ def test_profiler_writes_a_trace_of_the_steps(tmp_path):
     assert any("step" in name for name in names.splitlines())
 
 
-WRONG_STEPS = {
-    "order": (
-        dict(start=5, stop=4),
-        ValueError,
-        "`stop` must be >= `start`, got start=5, stop=4",
-    ),
-    "start": (dict(start=0, stop=4), ValueError, "`start` must be an integer >= 1, got 0"),
-    "stop": (dict(start=1, stop=2.5), TypeError, "`stop` must be an integer >= 1, got 2.5"),
-}
+WRONG_STEPS = [
+    (dict(start=5, stop=4), ValueError, "`stop` must be >= `start`, got start=5, stop=4"),
+    (dict(start=0, stop=4), ValueError, "`start` must be an integer >= 1, got 0"),
+    (dict(start=1, stop=2.5), TypeError, "`stop` must be an integer >= 1, got 2.5"),
+]
 
 
-@pytest.mark.parametrize("steps, error, message", WRONG_STEPS.values(), ids=WRONG_STEPS)
+@each_row("steps, error, message", WRONG_STEPS)
 def test_wrong_steps_raise(steps, error, message):
     with pytest.raises(error, match=message):
         callbacks.Profile("trace", **steps)
@@ -106,12 +99,12 @@ def test_wrong_steps_raise(steps, error, message):
 def test_unwritable_directory_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ValueError, match=r"The directory '.*' is not writable\. Pass another path"):
-        train(ONE, [callbacks.Profile(tmp_path, start=1, stop=1)], state=0, call=_idle)
+        train(ONE, [callbacks.Profile(tmp_path, start=1, stop=1)], state=0, call=idle)
 
 
 def test_directory_that_cannot_be_made_raises_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     steps = []
     with pytest.raises(ValueError, match=r"The directory '.*trace' cannot be made: .*Pass another path"):
-        train(ONE, [callbacks.Profile(tmp_path / "file" / "trace", start=1, stop=1), steps.append], state=0, call=_idle)
+        train(ONE, [callbacks.Profile(tmp_path / "file" / "trace", start=1, stop=1), steps.append], state=0, call=idle)
     assert steps == []

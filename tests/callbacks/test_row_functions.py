@@ -6,19 +6,16 @@ import pytest
 
 from jdist import callbacks
 
-from small_loop import place, regression, train
+from laws import each_row
+from small_loop import idle, place, regression, train
 
 ONE = place("one_device")
 STATE, _ = regression(ONE)
 FACTS = {"epoch", "seconds", "examples", "stalled_fraction"}
 
 
-def _idle(state, number):
-    return state, 0.0
-
-
 def run(callback, **options):
-    return train(ONE, [callback], state=STATE, call=_idle, **{"logs": lambda step: {"loss": 1.0 * step}, **options})
+    return train(ONE, [callback], state=STATE, call=idle, **{"logs": lambda step: {"loss": 1.0 * step}, **options})
 
 
 class Tracker:
@@ -69,20 +66,16 @@ def test_only_process_0_calls_the_function(monkeypatch):
     assert not tracker.logged
 
 
-@pytest.mark.parametrize(
-    "make, error, message",
-    [
-        (lambda: callbacks.Rows(None), TypeError, "`function` must be a function of a row and a step, got NoneType"),
-        (
-            lambda: callbacks.Rows([].append),
-            TypeError,
-            r"calls `append\(row, step=step\)`, .* `Rows\(lambda row, step: append",
-        ),
-        (lambda: callbacks.Rows(lambda row: None), TypeError, "does not accept these arguments"),
-        (lambda: callbacks.Rows(Tracker().log, every=0), ValueError, "`every` must be an integer >= 1, got 0"),
-        (lambda: callbacks.Rows(Tracker().log, also=len), TypeError, "`also` must be a list of functions of an event"),
-    ],
-)
+WRONG_ARGUMENTS = [
+    (lambda: callbacks.Rows(None), TypeError, "`function` must be a function of a row and a step, got NoneType"),
+    (lambda: callbacks.Rows([].append), TypeError, r"calls `append\(row, step=step\)`, .* `Rows\(lambda row, step: append"),
+    (lambda: callbacks.Rows(lambda row: None), TypeError, "does not accept these arguments"),
+    (lambda: callbacks.Rows(Tracker().log, every=0), ValueError, "`every` must be an integer >= 1, got 0"),
+    (lambda: callbacks.Rows(Tracker().log, also=len), TypeError, "`also` must be a list of functions of an event"),
+]  # fmt: skip
+
+
+@each_row("make, error, message", WRONG_ARGUMENTS, [message for *_, message in WRONG_ARGUMENTS])
 def test_wrong_arguments_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -13,7 +13,8 @@ import jdist
 from jdist import callbacks
 from jdist._src.training.state_copies import from_saved, to_saved
 
-from small_loop import place, regression, train
+from laws import each_row
+from small_loop import idle, place, regression, train
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 PLACES = ["one_device", "mirrored_2", "sharded_4", "central_2"]
@@ -21,17 +22,10 @@ ONE, TWO = place("one_device"), place("mirrored_2")
 STATE, CALL = regression(ONE)
 
 
-def _idle(state, number):
-    """A step that does not change the state."""
-    return state, 0.0
-
-
 def _run_with_losses(stopping, values, **options):
     """Runs with the next of `values` as the validation loss after each epoch."""
     validation = lambda epoch: {"loss": values[epoch], "worst": [1.0, 2.0]}
-    return train(
-        ONE, [stopping], epochs=len(values), steps=1, state=STATE, call=_idle, validation=validation, **options
-    )
+    return train(ONE, [stopping], epochs=len(values), steps=1, state=STATE, call=idle, validation=validation, **options)
 
 
 def _expected(values, patience, min_delta, sign):
@@ -77,13 +71,6 @@ def test_stop_reason_contains_the_best_value_and_its_step():
     assert run.stop_reason == "val_loss was NaN or infinite for 1 epoch."
 
 
-def test_best_is_none_before_the_first_value():
-    stopping = callbacks.EarlyStopping()
-    assert stopping.best is None
-    _run_with_losses(stopping, [2.0, 1.0, 3.0])
-    assert stopping.best == 1.0
-
-
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("stops", [True, False])
 def test_training_ends_with_the_best_state_with_its_shardings(name, stops):
@@ -102,10 +89,12 @@ def test_training_ends_with_the_best_state_with_its_shardings(name, stops):
     call(run.state, 0)  # the state can be used
 
 
-def test_training_ends_with_the_last_state_if_it_is_best():
+def test_training_ends_with_the_last_state_if_it_is_best_and_the_copy_is_released():
     state, call = regression(ONE)
-    run = train(ONE, [callbacks.EarlyStopping()], steps=1, state=state, call=call, validation=lambda e: {"loss": -e})
+    stopping = callbacks.EarlyStopping()
+    run = train(ONE, [stopping], steps=1, state=state, call=call, validation=lambda e: {"loss": -e})
     assert int(run.state.step) == 2
+    assert stopping.get_state()["best_state"] == []
 
 
 def test_events_contain_the_last_state_until_the_end():
@@ -136,37 +125,29 @@ def test_resumed_run_ends_with_the_best_state_before_the_interruption(name):
     assert shardings[0] == shardings[1]
 
 
-def test_copy_of_the_state_is_released_at_the_end():
-    stopping = callbacks.EarlyStopping()
-    state, call = regression(ONE)
-    train(ONE, [stopping], steps=1, state=state, call=call, validation=lambda e: {"loss": e})
-    assert stopping.get_state()["best_state"] == []
-
-
 def test_callback_is_reset_by_another_run():
     stopping = callbacks.EarlyStopping(restore_best=False)
+    assert stopping.best is None
     assert _run_with_losses(stopping, [0.0, 1.0]).stop_reason
     assert not _run_with_losses(stopping, [3.0, 2.0]).stop_reason
+    assert stopping.best == 2.0
 
 
-def test_missing_metric_raises_after_the_first_epoch():
+def test_missing_and_array_metrics_raise_after_the_first_epoch():
     message = r"EarlyStopping needs the metric 'val_loss'; available are 'loss'\. Pass `validation_data`\."
     with pytest.raises(ValueError, match=message):
-        train(ONE, [callbacks.EarlyStopping()], state=STATE, call=_idle)
+        train(ONE, [callbacks.EarlyStopping()], state=STATE, call=idle)
     with pytest.raises(ValueError, match=r"needs the metric 'acc'; available are 'loss', 'val_loss', 'val_worst'\.$"):
         _run_with_losses(callbacks.EarlyStopping("acc"), [1.0])
+    with pytest.raises(ValueError, match=r"needs a scalar metric; 'val_worst' has 2 values"):
+        _run_with_losses(callbacks.EarlyStopping("val_worst"), [1.0])
 
 
 def test_epochs_without_validation_do_not_count():
     values = {0: {"loss": 1.0}, 2: {"loss": 2.0}, 3: {"loss": 2.0}}
-    options = dict(epochs=4, steps=1, state=STATE, call=_idle, validation=lambda epoch: values.get(epoch))
+    options = dict(epochs=4, steps=1, state=STATE, call=idle, validation=lambda epoch: values.get(epoch))
     run = train(ONE, [callbacks.EarlyStopping(patience=2)], **options)
     assert run.stop_reason and run.step == 4
-
-
-def test_array_metric_raises():
-    with pytest.raises(ValueError, match=r"needs a scalar metric; 'val_worst' has 2 values"):
-        _run_with_losses(callbacks.EarlyStopping("val_worst"), [1.0])
 
 
 WRONG_OPTIONS = {
@@ -179,20 +160,18 @@ WRONG_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options, error, message", WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
+@each_row("options, error, message", WRONG_OPTIONS.values(), WRONG_OPTIONS)
 def test_wrong_options_of_early_stopping_raise(options, error, message):
     with pytest.raises(error, match=message):
         callbacks.EarlyStopping(**options)
 
 
+F32, RESUME = np.zeros(3, np.float32), r"Resume with the model that was"
 LEAVES = {
-    "fewer": (
-        [np.zeros(3, np.float32)],
-        r"Best was saved with 1 leaves, and has 2 now\. Resume with the model that was",
-    ),
+    "fewer": ([F32], rf"Best was saved with 1 leaves, and has 2 now\. {RESUME}"),
     "names": (
-        {"names": [["a"], ["c"]], "leaves": [np.zeros(3, np.float32), np.int32(0)]},
-        r"Best was saved with a leaf c, which does not exist now\. Resume with the model that was",
+        {"names": [["a"], ["c"]], "leaves": [F32, np.int32(0)]},
+        rf"Best was saved with a leaf c, which does not exist now\. {RESUME}",
     ),
     "shape": (
         [np.zeros(4, np.float32), np.int32(0)],
@@ -202,7 +181,7 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("leaves, message", LEAVES.values(), ids=LEAVES)
+@each_row("leaves, message", LEAVES.values(), LEAVES)
 def test_saved_leaves_of_another_model_raise(leaves, message):
     like = TWO.put({"a": np.zeros(3, np.float32), "b": np.int32(0)})
     with pytest.raises(ValueError, match=message):
@@ -218,31 +197,35 @@ def test_local_values_and_keys_are_restored_on_another_number_of_replicas():
     np.testing.assert_array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(jax.random.key(3)))
 
 
-TIMES = {
-    "number": (90, "1m30s"), "float": (0.25, "0.25s"), "s": ("90s", "1m30s"), "hm": ("1h30m", "1h30m"), "d": ("2d", "2d"),
-    "all": ("1d 2h 3m 4.5s", "1d2h3m4.5s"), "delta": (datetime.timedelta(hours=1), "1h"),
-}  # fmt: skip
+TIMES = [
+    (90, "1m30s"),
+    (0.25, "0.25s"),
+    ("90s", "1m30s"),
+    ("1h30m", "1h30m"),
+    ("2d", "2d"),
+    ("1d 2h 3m 4.5s", "1d2h3m4.5s"),
+]
 
 
-@pytest.mark.parametrize("limit, text", TIMES.values(), ids=TIMES)
+@each_row("limit, text", [*TIMES, (datetime.timedelta(hours=1), "1h")])
 def test_stop_reason_contains_the_time_limit(limit, text):
-    run = train(ONE, [callbacks.TimeLimit(limit)], state=STATE, call=_idle, seconds=200_000.0)
+    run = train(ONE, [callbacks.TimeLimit(limit)], state=STATE, call=idle, seconds=200_000.0)
     assert run.stop_reason == f"The time limit of {text} was exceeded after step 1."
 
 
 def test_time_limit_stops_after_the_step_that_exceeds_it():
-    run = train(ONE, [callbacks.TimeLimit(1.0)], steps=10, state=STATE, call=_idle, seconds=0.25)
+    run = train(ONE, [callbacks.TimeLimit(1.0)], steps=10, state=STATE, call=idle, seconds=0.25)
     assert (run.step, run.stop_reason) == (4, "The time limit of 1s was exceeded after step 4.")
-    assert train(ONE, [callbacks.TimeLimit(99)], state=STATE, call=_idle).stop_reason == ""
+    assert train(ONE, [callbacks.TimeLimit(99)], state=STATE, call=idle).stop_reason == ""
 
 
-@pytest.mark.parametrize("limit", ["", "soon", "1x", "30m1h", "-1s", "90"])
+@each_row("limit", ["", "soon", "1x", "30m1h", "-1s", "90"])
 def test_wrong_time_limit_text_raises(limit):
     with pytest.raises(ValueError, match="`limit` must be seconds, or a string such as '90s', '1h30m' or '2d', got"):
         callbacks.TimeLimit(limit)
 
 
-@pytest.mark.parametrize("limit", [0, -1, math.inf, math.nan, None, True, "0s", datetime.timedelta(0)])
+@each_row("limit", [0, -1, math.inf, math.nan, None, True, "0s", datetime.timedelta(0)])
 def test_time_limit_that_is_not_positive_raises(limit):
     with pytest.raises(ValueError, match="`limit` must be a positive number of seconds, got"):
         callbacks.TimeLimit(limit)

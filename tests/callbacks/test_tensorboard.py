@@ -10,13 +10,9 @@ import pytest
 
 from jdist import callbacks
 
-from small_loop import place, train
+from small_loop import idle, place, train
 
 ONE = place("one_device")
-
-
-def _idle(state, number):
-    return state, 0.0
 
 
 def _events(directory):
@@ -39,7 +35,7 @@ def _scalars(directory):
 def _run(directory, board_options=(), **options):
     pytest.importorskip("tensorboardX", reason="The extra `tensorboard` is not installed.")
     board = callbacks.TensorBoard(directory, **dict(board_options))
-    return train(ONE, [board], state=0, call=_idle, **{"logs": lambda step: {"loss": float(step)}, **options})
+    return train(ONE, [board], state=0, call=idle, **{"logs": lambda step: {"loss": float(step)}, **options})
 
 
 def test_log_contains_the_metrics_by_step(tmp_path):
@@ -76,7 +72,7 @@ def test_log_is_complete_if_a_callback_raises(tmp_path):
             raise OSError("The disk is full.")
 
     with pytest.raises(OSError, match="The disk is full"):
-        train(ONE, [callbacks.TensorBoard(tmp_path, every=1), fails], state=0, call=_idle)
+        train(ONE, [callbacks.TensorBoard(tmp_path, every=1), fails], state=0, call=idle)
     assert [step for step, *_ in _scalars(tmp_path)] == [1, 2]
 
 
