@@ -81,17 +81,15 @@ def test_policy_of_sync_is_evaluated_at_its_mean(two):
 
 INVALID_CALLS = {
     "metric_without_weights": (
-        lambda w, x: metrics.Mean().update(x),
-        TypeError,
+        lambda w, x: metrics.Mean().update(x), TypeError,
         r"returned result, a metric Mean, for a padded batch without the weights .*Add the parameter `weights`",
     ),
     "mean": (
-        lambda w, x: {"loss": x.mean()},
-        ValueError,
+        lambda w, x: {"loss": x.mean()}, ValueError,
         r"returned result\['loss'\] as float32\[\] for 2 examples\. Return one value",
     ),
     "number": (lambda w, x: 1.0, TypeError, r"returned result as 1\.0 for 2 examples"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fn, kind, message", INVALID_CALLS.values(), ids=INVALID_CALLS)

@@ -12,6 +12,7 @@ import pytest
 import jdist
 from jdist.callbacks import CallbackResult, Moment
 
+from laws import each_row
 from small_fits import assert_bitwise_equal, digits, fit, trainer
 
 SMALL = tuple(array[:240] for array in digits())
@@ -30,13 +31,11 @@ def test_moment_is_equal_to_its_name_only():
     assert pickle.loads(pickle.dumps(Moment.END)) is copy.deepcopy(Moment.END) is Moment.END
 
 
-@pytest.mark.parametrize("name", ["EPOCH", "epochs", "after the last step"])
+@each_row("name", ["EPOCH", "epochs", "after the last step"])
 def test_comparing_a_moment_with_another_string_raises(name):
+    message = f"There is no moment '{name}'. The moments are 'start', 'step', 'validation', 'epoch', 'end'"
     for compare in (lambda: name == Moment.EPOCH, lambda: name != Moment.EPOCH, lambda: Moment.EPOCH in ("end", name)):
-        with pytest.raises(
-            ValueError,
-            match=f"There is no moment '{name}'. The moments are 'start', 'step', 'validation', 'epoch', 'end'",
-        ):
+        with pytest.raises(ValueError, match=message):
             compare()
 
 
@@ -70,12 +69,9 @@ def test_copy_of_a_fit_has_new_arrays_with_the_same_shardings(result):
 
 def test_pickled_fit_has_its_state_on_the_host_and_can_be_continued(result, two):
     loaded = pickle.loads(pickle.dumps(result))
-    assert (loaded.steps, loaded.stop_reason, loaded.proof, loaded.description) == (
-        4,
-        result.stop_reason,
-        result.proof,
-        None,
-    )
+    for name in ("steps", "stop_reason", "proof"):
+        assert getattr(loaded, name) == getattr(result, name)
+    assert loaded.steps == 4 and loaded.description is None
     assert loaded.history.rows == result.history.rows and loaded.history.losses == result.history.losses
     assert isinstance(loaded.state.params["Dense_0"]["bias"], np.ndarray)
     resumed = [
@@ -107,21 +103,22 @@ def _fails(event):
         raise OSError("no space left")
 
 
-@pytest.mark.parametrize(
-    "name, expression",
-    [
-        ("params", "fit.state.params"),
-        ("step", "fit.steps"),
-        ("stop", "fit.stop_reason"),
-        ("losses", "fit.history.losses"),
-        ("metrics", r"fit.history.rows\[-1\]"),
-    ],
-)
-def test_other_names_of_a_fit_raise_with_the_line_to_write(name, expression):
-    with pytest.raises(AttributeError, match=f"no attribute '{name}'. Write `{expression}`"):
-        getattr(jdist.Fit(None, jdist.History(), 0, ""), name)
+OTHER_NAMES = {
+    "params": "fit.state.params",
+    "step": "fit.steps",
+    "stop": "fit.stop_reason",
+    "losses": "fit.history.losses",
+    "metrics": r"fit.history.rows\[-1\]",
+}
+
+
+def test_other_names_of_a_fit_raise_with_the_line_to_write():
+    empty = jdist.Fit(None, jdist.History(), 0, "")
+    for name, expression in OTHER_NAMES.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'. Write `{expression}`"):
+            getattr(empty, name)
     with pytest.raises(AttributeError, match="no attribute 'unknown'$"):
-        _ = jdist.Fit(None, jdist.History(), 0, "").unknown
+        _ = empty.unknown
 
 
 def test_stop_reason_that_is_not_a_sentence_raises():

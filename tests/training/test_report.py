@@ -18,6 +18,8 @@ from jdist._src.execution.traced import Proof
 from jdist._src.training.history import History
 from jdist._src.training.report.page import write_report
 
+from laws import each_row
+
 few = hypothesis.settings(
     max_examples=6,
     deadline=None,
@@ -35,25 +37,10 @@ def make_fit(rows=(), losses=None, **other):
 
 
 def make_full_fit(**other):
+    columns = ["epoch", "step", "seconds", "examples_per_second", "stalled_fraction", "loss", "accuracy"]
     rows = [
-        {
-            "epoch": 0,
-            "step": 20,
-            "seconds": 2.0,
-            "examples_per_second": 500.0,
-            "stalled_fraction": 0.25,
-            "loss": 2.5,
-            "accuracy": 0.25,
-        },
-        {
-            "epoch": 1,
-            "step": 40,
-            "seconds": 75.0,
-            "examples_per_second": 1500.0,
-            "stalled_fraction": 0.0,
-            "loss": 1.25,
-            "accuracy": 0.75,
-        },
+        dict(zip(columns, values, strict=True))
+        for values in ((0, 20, 2.0, 500.0, 0.25, 2.5, 0.25), (1, 40, 75.0, 1500.0, 0.0, 1.25, 0.75))
     ]
     rows = [row | {"val_loss": row["loss"] + 0.125, "<script>alert(1)</script>": 0.5} for row in rows]
     return make_fit(rows, {step: 3.0 - step / 40 for step in range(1, 41)}, **other)
@@ -104,13 +91,8 @@ def page(tmp_path_factory):
     two = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
     description = two.describe(two.put({"kernel": np.zeros((4, 8), np.float32)}))
     proof = Proof(replicated=("state['w']", "state['<i>']"), per_replica=("output[3]",))
-    return Page(
-        write_report(
-            make_full_fit(description=description, proof=proof),
-            tmp_path_factory.mktemp("page") / "run.html",
-            title="Digits & <b>",
-        )
-    )
+    full = make_full_fit(description=description, proof=proof)
+    return Page(write_report(full, tmp_path_factory.mktemp("page") / "run.html", title="Digits & <b>"))
 
 
 def test_page_is_valid_and_self_contained(page):
@@ -118,28 +100,27 @@ def test_page_is_valid_and_self_contained(page):
     assert page.text.startswith("<!DOCTYPE html>") and "default-src 'none'" in page.text
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["Digits & <b>", "All 2 epochs are done."],
-        ["loss", "1.25"],
-        ["val_loss", "1.375"],
-        ["steps", "40 in 2 epochs"],
-        ["time", "1 min 15 s, compilation included"],
-        ["examples per second", "1,000, median of the epochs"],
-        ["waited for input", "12.5% of the steps"],
-        ["1", "40", "75", "1,500", "0", "1.25", "0.75", "1.375", "0.5"],
-        ["Strategy", "MirroredStrategy"],
-        ["kernel", "float32[4,8]", "replicated"],
-        ["Proof", "2 of 3 results are replicated; one value per replica: output[3]"],
-        ["Replicated (2)", "state['w']", "state['<i>']", "One value per replica (1)", "output[3]"],
-        ["jax", jax.__version__],
-        ["processes", "1"],
-    ],
-    ids=lambda words: words[0],
-)
+RESULTS = [
+    "Digits & <b> All 2 epochs are done.",
+    "loss 1.25",
+    "val_loss 1.375",
+    "steps 40 in 2 epochs",
+    "time 1 min 15 s, compilation included",
+    "examples per second 1,000, median of the epochs",
+    "waited for input 12.5% of the steps",
+    "1 40 75 1,500 0 1.25 0.75 1.375 0.5",
+    "Strategy MirroredStrategy",
+    "kernel float32[4,8] replicated",
+    "Proof 2 of 3 results are replicated; one value per replica: output[3]",
+    "Replicated (2) state['w'] state['<i>'] One value per replica (1) output[3]",
+    f"jax {jax.__version__}",
+    "processes 1",
+]
+
+
+@each_row("words", RESULTS)
 def test_page_contains_the_results(page, words):
-    assert " ".join(words) in " ".join(" ".join(page.words).split())
+    assert words in " ".join(" ".join(page.words).split())
 
 
 def test_page_has_a_labelled_figure_of_the_charts(page):
@@ -158,13 +139,11 @@ def test_name_with_markup_is_escaped(page):
     assert "<script>alert(1)</script>" in " ".join(page.words) and "<script" not in page.text
 
 
-@pytest.mark.parametrize(
-    "fit", [make_fit(), make_fit(losses={1: math.nan}), make_fit([{"loss": math.inf}])], ids=["empty", "step", "row"]
-)
-def test_page_of_a_short_run_is_valid(tmp_path, fit):
-    page = Page(write_report(fit, tmp_path / "run.html"))
+@each_row("rows, losses", [([], {}), ([], {1: math.nan}), ([{"loss": math.inf}], {})], ["empty", "step", "row"])
+def test_page_of_a_short_run_is_valid(tmp_path, rows, losses):
+    page = Page(write_report(make_fit(rows, losses), tmp_path / "run.html"))
     assert_self_contained(page)
-    assert ("Nothing was recorded." in page.words) == (not fit.history.rows and not fit.history.losses)
+    assert ("Nothing was recorded." in page.words) == (not rows and not losses)
 
 
 def test_long_proof_is_shortened(tmp_path):
@@ -187,32 +166,23 @@ def test_symbolic_link_to_a_page_is_kept(tmp_path):
     assert (tmp_path / "run.html").is_symlink() and (tmp_path / "target" / "page.html").is_file()
 
 
-@pytest.mark.parametrize(
-    "path, error, message",
-    [
-        (
-            "missing/run.html",
-            FileNotFoundError,
-            "The folder .*missing does not exist. Create it before writing run.html to it",
-        ),
-        ("folder", FileExistsError, "folder exists and is not a file or folder of the kind"),
-        (
-            "file/run.html",
-            FileNotFoundError,
-            "The folder .*file does not exist. Create it before writing run.html to it",
-        ),
-        ("x" * 300, OSError, "xxx"),
-    ],
-    ids=["missing", "folder", "file", "long"],
-)
+NO_FOLDER = "does not exist. Create it before writing run.html to it"
+UNWRITABLE = [
+    ("missing/run.html", FileNotFoundError, f"The folder .*missing {NO_FOLDER}"),
+    ("folder", FileExistsError, "folder exists and is not a file or folder of the kind"),
+    ("file/run.html", FileNotFoundError, f"The folder .*file {NO_FOLDER}"),
+    ("x" * 300, OSError, "xxx"),
+]
+
+
+@each_row("path, error, message", UNWRITABLE)
 def test_path_that_cannot_be_written_raises_and_leaves_no_file(tmp_path, path, error, message):
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder").mkdir(exist_ok=True)
     (tmp_path / "file").write_text("kept")
     with pytest.raises(error, match=message):
         write_report(make_fit(), tmp_path / path)
-    assert (
-        sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
-    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):
@@ -242,8 +212,7 @@ def test_page_of_any_history_is_valid(tmp_path, rows, stop_reason, title):
     "name", ["\ud800", "a\x00b", "]]>", "--><b>", "</style>", "{x}", "\\1", "$\\frac", "損失 🙂", "\x1b[0m"]
 )
 def test_page_with_unusual_names_is_valid(tmp_path, name):
-    page = Page(
-        write_report(make_fit([{name: 0.5, "other": 0.25}], stop_reason=name), tmp_path / "run.html", title=name)
-    )
+    named = make_fit([{name: 0.5, "other": 0.25}], stop_reason=name)
+    page = Page(write_report(named, tmp_path / "run.html", title=name))
     assert_self_contained(page)
     assert "b" not in page.tags

@@ -11,7 +11,7 @@ from flax.training import train_state
 
 import jdist
 
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 from small_fits import CROSS_ENTROPY, MLP, assert_bitwise_equal, digits, trainer
 
 DATA = tuple(array[:480] for array in digits())
@@ -83,9 +83,11 @@ def test_state_that_is_partly_on_the_devices_is_refused_with_the_fix(two, traine
     assert continued(of_two, two.put(dataclasses.replace(result.state, step=0))).steps == 2
 
 
-@pytest.mark.parametrize("state, error, message", [
+@each_row("state, error, message", [
     (5, TypeError, "`state` must be a training state, got 5. Pass the `state` of an earlier `Fit` .* take a number of steps, `s"),
     ("run", TypeError, "`state` must be a training state, got 'run'. .* to continue from a checkpoint, write `resume=path`"),
+    (jdist.Fit(None, jdist.History(), 0, ""), TypeError,
+     r"`state` is a `Fit`. Pass the state in it: `fit\(state=earlier.state\)`"),
     (jdist.TrainState(np.int32(0), {"w": jax.ShapeDtypeStruct((3,), "float32")}, (), {}, None), TypeError,
      r"state.params\['w'\] is a shape without a value, and there is no checkpoint to restore"),
     (jdist.TrainState.create({"w": np.zeros(3)}, None), ValueError,
@@ -94,19 +96,6 @@ def test_state_that_is_partly_on_the_devices_is_refused_with_the_fix(two, traine
 def test_unusable_states_are_refused_with_the_fix(two, state, error, message):
     with pytest.raises(error, match=message):
         continued(trainer(two), state)
-
-
-def test_record_instead_of_its_state_is_refused_with_the_fix(two, trained):
-    with pytest.raises(TypeError, match=r"`state` is a `Fit`. Pass the state in it: `fit\(state=earlier.state\)`"):
-        continued(trained[0], trained[1])
-
-
-def test_spent_state_is_refused(two, trained):
-    continued(*[trained[0], trained[1].state])
-    with pytest.raises(
-        ValueError, match=r"state\.step \(int32\[\]\) was deleted: it was donated to a step.* Pass the state that"
-    ):
-        continued(trained[0], trained[1].state)
 
 
 # ---- without an optimizer

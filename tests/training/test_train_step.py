@@ -12,7 +12,7 @@ from flax import nnx
 import jdist
 from jdist import sync
 
-from laws import among
+from laws import among, each_row
 
 RATE = 0.1
 X = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
@@ -185,19 +185,18 @@ def test_function_runs_without_a_strategy():
     np.testing.assert_allclose(state.params, by_hand(W, X, Y)[1], rtol=1e-4)
 
 
-INVALID = {
-    "no_function": (lambda: jdist.train_step("mse", SGD), TypeError, r"^`loss_fn` must be a function, got 'mse'"),
-    "no_optimizer": (lambda: jdist.train_step(squares, "adam"), TypeError, r"Write `optimizer=optax\.adam\(1e-3\)`"),
-    "parameters": (
-        lambda: jdist.train_step(lambda w: w, SGD),
-        TypeError,
-        r"^`loss_fn` is called with two arguments, and optionally with `key=` and `weights=`; its parameters are \(w\)",
-    ),
-    "micro_batches": (lambda: jdist.train_step(squares, SGD, micro_batches=0), ValueError, "`micro_batches`"),
-}
+SIGNATURE = (
+    r"^`loss_fn` is called with two arguments, and optionally with `key=` and `weights=`; its parameters are \(w\)"
+)
+INVALID = [
+    (lambda: jdist.train_step("mse", SGD), TypeError, r"^`loss_fn` must be a function, got 'mse'"),
+    (lambda: jdist.train_step(squares, "adam"), TypeError, r"Write `optimizer=optax\.adam\(1e-3\)`"),
+    (lambda: jdist.train_step(lambda w: w, SGD), TypeError, SIGNATURE),
+    (lambda: jdist.train_step(squares, SGD, micro_batches=0), ValueError, "`micro_batches`"),
+]
 
 
-@pytest.mark.parametrize("make, kind, message", INVALID.values(), ids=INVALID)
+@each_row("make, kind, message", INVALID, ["no_function", "no_optimizer", "parameters", "micro_batches"])
 def test_invalid_arguments_raise_at_the_definition(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
@@ -211,87 +210,52 @@ def metrics(w, batch):
     return squares(w, batch), {"error": jdist.metrics.Mean().update(batch[1])}
 
 
-INVALID_CALLS = {
-    "weights_of_other_examples": (
-        lambda w, batch: (squares(w, batch), jnp.ones(3)),
-        ValueError,
-        r"^`loss_fn` returned losses float32\[5\] with weights float32\[3\].*Auxiliary values are a dict",
-    ),
-    "integers": (integers, TypeError, r"^`loss_fn` returned int32\[5\], which is not differentiable"),
-    "metrics_of_padding": (
-        metrics,
-        TypeError,
-        r"^`loss_fn` returned result\['error'\], a metric Mean, for a padded batch without",
-    ),
-    "seven_losses": (
-        lambda w, batch: jnp.zeros(7) * w[0],
-        ValueError,
-        r"^`loss_fn` returned float32\[7\] for 5 examples\..*one or several losses per example, \[5, \.\.\.\]",
-    ),
-    "losses_in_one_dimension": (
-        lambda w, batch: (batch[0] * w).ravel(),
-        ValueError,
-        r"^`loss_fn` returned float32\[15\] for 5 examples.*`losses\.reshape\(5, -1\)`",
-    ),
-    "mean_of_padding": (
-        lambda w, batch: squares(w, batch).mean(),
-        ValueError,
-        r"^weights float32\[5\] do not match losses float32\[\]",
-    ),
-}
+INVALID_CALLS = [
+    (lambda w, batch: (squares(w, batch), jnp.ones(3)), ValueError,
+     r"^`loss_fn` returned losses float32\[5\] with weights float32\[3\].*Auxiliary values are a dict"),
+    (integers, TypeError, r"^`loss_fn` returned int32\[5\], which is not differentiable"),
+    (metrics, TypeError, r"^`loss_fn` returned result\['error'\], a metric Mean, for a padded batch without"),
+    (lambda w, batch: jnp.zeros(7) * w[0], ValueError,
+     r"^`loss_fn` returned float32\[7\] for 5 examples\..*one or several losses per example, \[5, \.\.\.\]"),
+    (lambda w, batch: (batch[0] * w).ravel(), ValueError,
+     r"^`loss_fn` returned float32\[15\] for 5 examples.*`losses\.reshape\(5, -1\)`"),
+    (lambda w, batch: squares(w, batch).mean(), ValueError, r"^weights float32\[5\] do not match losses float32\[\]"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("loss_fn, kind, message", INVALID_CALLS.values(), ids=INVALID_CALLS)
+@each_row("loss_fn, kind, message", INVALID_CALLS, [message for *_, message in INVALID_CALLS])
 def test_invalid_results_raise(loss_fn, kind, message, two):
     with pytest.raises(kind, match=message):
         one_epoch(two, jdist.train_step(loss_fn, SGD), SGD, batch_size=10)
 
 
-def test_invalid_states_raise(two):
-    train_step, batch = jdist.train_step(squares, SGD), two.split((X, Y))
-    with (
-        two.scope(),
-        pytest.raises(
-            TypeError, match=r"must be a `jdist\.TrainState`, or a dataclass .*; dict lacks|is not a dataclass"
-        ),
-    ):
-        train_step({"params": W}, batch)
-    with (
-        two.scope(),
-        pytest.raises(ValueError, match=r"^`state\.opt_state` is None: .*TrainState\.create\(params, optimizer\)"),
-    ):
-        train_step(jdist.TrainState.create(W, None), batch)
+def test_invalid_states_raise(subtests, two):
     module = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    with (
-        two.scope(),
-        pytest.raises(TypeError, match=r"^`state\.params` is a module of nnx, .*`nnx\.Optimizer`.*nnx\.split"),
-    ):
-        train_step(jdist.TrainState.create(module, SGD), batch)
+    rows = [
+        ({"params": W}, TypeError, r"must be a `jdist\.TrainState`, or a dataclass .*; dict lacks|is not a dataclass"),
+        (jdist.TrainState.create(W, None), ValueError,
+         r"^`state\.opt_state` is None: .*TrainState\.create\(params, optimizer\)"),
+        (jdist.TrainState.create(module, SGD), TypeError,
+         r"^`state\.params` is a module of nnx, .*`nnx\.Optimizer`.*nnx\.split"),
+    ]  # fmt: skip
+    for state, kind, message in rows:
+        with subtests.test(message), two.scope(), pytest.raises(kind, match=message):
+            jdist.train_step(squares, SGD)(state, two.split((X, Y)))
 
 
+ADAM = optax.adam(RATE)
+ONLY_B = optax.masked(ADAM, {"w": False, "b": True})
 OTHER_OPTIMIZERS = {
-    "adam_in_sgd": (
-        optax.adam(RATE),
-        SGD,
-        "contains ScaleByAdamState, EmptyState, and .* returns EmptyState, EmptyState",
-    ),
-    "sgd_in_adam": (
-        SGD,
-        optax.adam(RATE),
-        "contains EmptyState, EmptyState, and .* returns ScaleByAdamState, EmptyState",
-    ),
-    "adam_in_adabelief": (optax.adam(RATE), optax.adabelief(RATE), "ScaleByAdamState, .* returns ScaleByBeliefState"),
-    "no_schedule": (optax.adam(RATE), optax.adam(lambda step: RATE), "EmptyState, .*, ScaleByScheduleState"),
+    "adam_in_sgd": (ADAM, SGD, "contains ScaleByAdamState, EmptyState, and .* returns EmptyState, EmptyState"),
+    "sgd_in_adam": (SGD, ADAM, "contains EmptyState, EmptyState, and .* returns ScaleByAdamState, EmptyState"),
+    "adam_in_adabelief": (ADAM, optax.adabelief(RATE), "ScaleByAdamState, .* returns ScaleByBeliefState"),
+    "no_schedule": (ADAM, optax.adam(lambda step: RATE), "EmptyState, .*, ScaleByScheduleState"),
     "no_policy": (SGD, sync.every(SGD, 2), "contains EmptyState, EmptyState, and .* returns EveryState, EmptyState"),
-    "other_parameters": (
-        optax.masked(optax.adam(RATE), {"w": False, "b": True}),
-        optax.adam(RATE),
-        "MaskedState, ScaleByAdamState, MaskedNode, .* returns ScaleByAdamState, EmptyState",
-    ),
-}
+    "other_parameters": (ONLY_B, ADAM, "MaskedState, ScaleByAdamState, MaskedNode, .* returns ScaleByAdamState, EmptyState"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("created, used, message", OTHER_OPTIMIZERS.values(), ids=OTHER_OPTIMIZERS)
+@each_row("created, used, message", OTHER_OPTIMIZERS.values(), OTHER_OPTIMIZERS)
 def test_state_of_another_optimizer_raises(created, used, message, two):
     params = {"w": jnp.asarray(W), "b": jnp.float32(0)}
     loss = lambda params, batch: squares(params["w"], batch) + params["b"]
@@ -306,10 +270,8 @@ def test_state_of_another_optimizer_raises(created, used, message, two):
 
 
 def test_optimizer_state_of_other_parameters_raises(two):
-    state = jdist.TrainState.create(jnp.zeros(4), optax.adam(RATE))
+    state = jdist.TrainState.create(jnp.zeros(4), ADAM)
     state = two.put(dataclasses.replace(state, params=jnp.zeros(3)))
-    with (
-        two.scope(),
-        pytest.raises(TypeError, match=r"state\.opt_state\[0\]\.mu is of shape \[4\], and of shape \[3\] in"),
-    ):
-        jdist.train_step(squares, optax.adam(RATE))(state, two.split((X, Y)))
+    message = r"state\.opt_state\[0\]\.mu is of shape \[4\], and of shape \[3\] in"
+    with two.scope(), pytest.raises(TypeError, match=message):
+        jdist.train_step(squares, ADAM)(state, two.split((X, Y)))
