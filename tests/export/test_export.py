@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -26,13 +27,10 @@ from jdist._src.export import weights as weight_files
 from jdist._src.export.export import export
 from jdist._src.export.load import load
 
-from laws import STRATEGIES
+from laws import STRATEGIES, among, each_row
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RUNS_ON = {**STRATEGIES, "virtual_8": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=8)}
-MORE = dict.fromkeys(
-    ("mirrored_1", "mirrored_3", "mirrored_8"), pytest.mark.slow
-)  # strategies of a backend that is tested already
 
 
 class Convolutions(nn.Module):
@@ -138,12 +136,17 @@ def by_replica(strategy, tree, n):
     return strategy.put(jdist.PerReplica(jax.tree.map(split, tree)))
 
 
-def sized(model, *sizes):
-    slow = [pytest.mark.slow] if model in ("convolutions", "transformer") else []
-    return [pytest.param(model, size, marks=slow, id=f"{model}-{size}") for size in sizes]
+def cases(models, values):
+    """The product of models and values; the cases of the larger models are slow."""
+    slow = lambda model: [pytest.mark.slow] if model in ("convolutions", "transformer") else []
+    return [pytest.param(model, value, marks=slow(model)) for model in models for value in values]
 
 
-@pytest.mark.parametrize("model, size", [case for model in MODELS for case in sized(model, 1, 2, 7, 64)])
+BACKENDS = ["mirrored_3", "sharded_4", "central_2", "virtual_8"]
+ON_STRATEGIES = [*cases(["perceptron"], RUNS_ON), *cases(["convolutions", "transformer"], BACKENDS)]
+
+
+@pytest.mark.parametrize("model, size", cases(MODELS, (1, 7)))
 def test_loaded_function_equals_apply_for_any_batch(model, size, exported):
     path, apply, state, inputs = exported(model)
     loaded = load(path)
@@ -153,11 +156,10 @@ def test_loaded_function_equals_apply_for_any_batch(model, size, exported):
     assert_same(loaded.apply(state, *inputs(size)), expected)  # with the containers before the export
 
 
-@pytest.mark.parametrize("model, size", [("perceptron", 7), *sized("convolutions", 1, 64), *sized("transformer", 2, 7)])
-@pytest.mark.parametrize("name", RUNS_ON)
-def test_loaded_function_equals_apply_under_every_strategy(name, model, size, exported):
+@pytest.mark.parametrize("model, name", ON_STRATEGIES)
+def test_loaded_function_equals_apply_under_every_strategy(model, name, exported):
     path, apply, state, inputs = exported(model)
-    strategy, loaded = RUNS_ON[name](), load(path)
+    strategy, loaded, size = RUNS_ON[name](), load(path), 7
     replicas = strategy.num_replicas_in_sync
     batch = inputs(replicas * size)
     expected = jax.jit(lambda *inputs: jax.vmap(lambda *one: apply(state, *one))(*inputs))(
@@ -176,7 +178,7 @@ def test_result_of_a_loaded_function_of_replicated_values_is_proved_replicated(t
     assert isinstance(shared, jax.Array) and shared.shape == (3, 2)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MORE.get(name, ())) for name in RUNS_ON])
+@pytest.mark.parametrize("name", among(["mirrored_2", *BACKENDS], "mirrored_2", "sharded_4", "central_2", "virtual_8"))
 def test_loaded_function_is_trained_under_every_strategy(name, exported):
     path, apply, state, inputs = exported("perceptron")
     strategy, loaded = RUNS_ON[name](), load(path)
@@ -322,14 +324,10 @@ def test_loaded_function_can_be_called_while_another_is_traced(tmp_path):
     assert loaded(np.ones((2, 3), np.float32)).tolist() == [[2] * 3] * 2
 
 
-def test_batch_of_the_signature_may_have_any_size(tmp_path):
-    for size in (0, 1, 5):
-        loaded = exported_scale(tmp_path, lambda s, x: s * x / x.max(), signature=(np.zeros((size, 3), np.float32),))
-        assert loaded(np.ones((2, 3), np.float32)).shape == (2, 3)
-
-
-def test_platforms_are_chosen(tmp_path):
-    assert exported_scale(tmp_path, platforms=("cpu",)).manifest["platforms"] == ["cpu"]
+@each_row("size", [0, 1, 5])
+def test_batch_of_the_signature_may_have_any_size(size, tmp_path):
+    loaded = exported_scale(tmp_path, lambda s, x: s * x / x.max(), signature=(np.zeros((size, 3), np.float32),))
+    assert loaded(np.ones((2, 3), np.float32)).shape == (2, 3)
 
 
 def test_repr_shows_inputs_and_outputs(exported):
@@ -345,14 +343,13 @@ def test_empty_folder_and_existing_export_are_replaced(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_path_that_is_not_an_export_is_not_replaced(kind, tmp_path):
-    (tmp_path / "x").mkdir() if kind == "folder" else (tmp_path / "x").write_text("mine")
-    if kind == "folder":
-        (tmp_path / "x" / "mine").write_text("mine")
+@each_row("mine", ["file", "folder/mine"])
+def test_path_that_is_not_an_export_is_not_replaced(mine, tmp_path):
+    (tmp_path / "folder").mkdir(exist_ok=True)
+    (tmp_path / mine).write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not a file or folder of the kind to be written"):
-        exported_scale(tmp_path)
-    assert (tmp_path / "x" / "mine" if kind == "folder" else tmp_path / "x").read_text() == "mine"
+        export(tmp_path / mine.partition("/")[0], SCALE, 2.0, (ROWS,))
+    assert (tmp_path / mine).read_text() == "mine"
 
 
 def test_failed_export_leaves_the_existing_one(tmp_path):
@@ -405,7 +402,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("apply, signature, options, error, message", REFUSED.values(), ids=REFUSED)
+@each_row("apply, signature, options, error, message", REFUSED.values(), REFUSED)
 def test_export_that_is_refused_writes_nothing(apply, signature, options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         export(tmp_path / "x", apply, random(0, 3, 2), signature, **options)
@@ -419,8 +416,7 @@ def on_mesh(primitive):
     return lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, P("d")))
 
 
-@pytest.mark.parametrize("within", ["jit", "cond"])
-@pytest.mark.parametrize("primitive", ["shard_map", "sharding_constraint"])
+@each_row("primitive, within", itertools.product(["shard_map", "sharding_constraint"], ["jit", "cond"]))
 def test_apply_that_refers_to_a_mesh_is_refused(primitive, within, tmp_path):
     split = on_mesh(primitive)
     inner = {"jit": jax.jit(split), "cond": lambda x: jax.lax.cond(x.sum() > 0, split, jnp.negative, x)}[within]
@@ -430,10 +426,8 @@ def test_apply_that_refers_to_a_mesh_is_refused(primitive, within, tmp_path):
 
 def test_captured_arrays_are_exported_with_the_program(two, tmp_path):
     captured = two.put(jdist.Sharded(np.ones((2, 3), np.float32))).tree
-    assert (
-        exported_scale(tmp_path, lambda s, x: x * s + captured.sum(0))(np.ones((4, 3), np.float32)).tolist()
-        == [[4] * 3] * 4
-    )
+    loaded = exported_scale(tmp_path, lambda s, x: x * s + captured.sum(0))
+    assert loaded(np.ones((4, 3), np.float32)).tolist() == [[4] * 3] * 4
 
 
 def two_inputs(tmp_path):
@@ -445,27 +439,26 @@ def two_inputs(tmp_path):
 GOOD = ({"pixels": np.ones((2, 3), np.float32)}, np.ones(2, np.int32))
 
 
-@pytest.mark.parametrize(
-    "inputs, message, error",
-    [
-        (GOOD[:1], r"takes 2 inputs \(image, label\), got 1", TypeError),
-        ((GOOD[0], np.ones(3, np.int32)), r"different batch sizes \(image.pixels: .*\[2,3\], label: int32\[3\]\)", ValueError),
-        ((GOOD[0], np.ones(2, np.float32)), r"label is float32\[2\], and was exported as int32\[batch\]. Cast", TypeError),
-        ((GOOD[0], np.array([2**40, 0])), r"label holds 1099511627776, which is out of the range of int32", ValueError),
-        ((GOOD[0], np.ones((2, 1), np.int32)), r"label is int32\[2,1\], and was exported as int32\[batch\]. Pass", ValueError),
-        (({"pixels": np.ones((2, 4), np.float32)}, GOOD[1]), r"image.pixels is float32\[2,4\], and was", ValueError),
-        (({"pixel": GOOD[0]["pixels"]}, GOOD[1]), r"image does not match .* missing \(image.pixels\) and 1 of 1", ValueError),
-        (({"pixels": np.ones((0, 3), np.float32)}, np.ones(0, np.int32)), r"The batch is empty \(image", ValueError),
-        ((jdist.PerReplica(GOOD[0]), GOOD[1]), r"image contains PerReplica.*`strategy.run\(loaded.apply", TypeError),
-        ((GOOD[0], 1), r"label is int32\[\]", ValueError),
-    ],
-    ids=["count", "sizes", "dtype", "wide", "rank", "dim", "names", "empty", "wrapped", "number"],
-)  # fmt: skip
-def test_call_with_an_invalid_input_is_refused_by_its_name(inputs, message, error, tmp_path):
+INVALID_INPUTS = [
+    (GOOD[:1], r"takes 2 inputs \(image, label\), got 1", TypeError),
+    ((GOOD[0], np.ones(3, np.int32)), r"different batch sizes \(image.pixels: .*\[2,3\], label: int32\[3\]\)", ValueError),
+    ((GOOD[0], np.ones(2, np.float32)), r"label is float32\[2\], and was exported as int32\[batch\]. Cast", TypeError),
+    ((GOOD[0], np.array([2**40, 0])), r"label holds 1099511627776, which is out of the range of int32", ValueError),
+    ((GOOD[0], np.ones((2, 1), np.int32)), r"label is int32\[2,1\], and was exported as int32\[batch\]. Pass", ValueError),
+    (({"pixels": np.ones((2, 4), np.float32)}, GOOD[1]), r"image.pixels is float32\[2,4\], and was", ValueError),
+    (({"pixel": GOOD[0]["pixels"]}, GOOD[1]), r"image does not match .* missing \(image.pixels\) and 1 of 1", ValueError),
+    (({"pixels": np.ones((0, 3), np.float32)}, np.ones(0, np.int32)), r"The batch is empty \(image", ValueError),
+    ((jdist.PerReplica(GOOD[0]), GOOD[1]), r"image contains PerReplica.*`strategy.run\(loaded.apply", TypeError),
+    ((GOOD[0], 1), r"label is int32\[\]", ValueError),
+]  # fmt: skip
+
+
+def test_call_with_an_invalid_input_is_refused_by_its_name(subtests, tmp_path):
     loaded = two_inputs(tmp_path)
     assert loaded(*GOOD).tolist() == [[2] * 3] * 2
-    with pytest.raises(error, match=message):
-        loaded(*inputs)
+    for inputs, message, error in INVALID_INPUTS:
+        with subtests.test(message), pytest.raises(error, match=message):
+            loaded(*inputs)
 
 
 def test_state_and_inputs_of_apply_are_refused_by_their_names(tmp_path):
@@ -502,10 +495,11 @@ def replace_by_function_of_a_later_jax(folder):
     changed_manifest(lambda m: json.dumps({**m, "jax": "99.1", "function": {**m["function"], **function}}))(folder)
 
 
+NOT_A_MANIFEST = "is not a manifest of `jdist.export`"
 DAMAGES = {
-    "broken": (changed_manifest(lambda m: "{"), "is not a manifest of `jdist.export`: .*Export again"),
-    "list": (changed_manifest(lambda m: "[]"), "is not a manifest of `jdist.export`"),
-    "fields": (changed_manifest(lambda m: json.dumps({"format": 1})), "is not a manifest of `jdist.export`: KeyError"),
+    "broken": (changed_manifest(lambda m: "{"), f"{NOT_A_MANIFEST}: .*Export again"),
+    "list": (changed_manifest(lambda m: "[]"), NOT_A_MANIFEST),
+    "fields": (changed_manifest(lambda m: json.dumps({"format": 1})), f"{NOT_A_MANIFEST}: KeyError"),
     "format": (
         changed_manifest(lambda m: json.dumps({**m, "format": 9, "jdist": "9.0"})),
         "has format 9, written by jdist 9.0, and this version",
@@ -523,7 +517,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES)
+@each_row("damage, message", DAMAGES.values(), DAMAGES)
 def test_changed_or_damaged_export_is_refused(damage, message, tmp_path):
     exported_scale(tmp_path)
     damage(tmp_path / "x")
@@ -551,10 +545,12 @@ def test_export_in_a_replica_function_is_refused(two, tmp_path):
         two.run(lambda: export(tmp_path / "x", SCALE, 1.0, (ROWS,)))
 
 
-@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float8_e4m3", "bfloat16"])
+@each_row("dtype", ["int2", "uint2", "int4", "uint4", "float8_e4m3", "bfloat16"])
 def test_weights_of_few_bits_are_exported(dtype, tmp_path):
     state = {"w": np.asarray([1, 0, 1]).astype(dtype), "b": np.float32(2)}
     inputs = jnp.bfloat16 if dtype == "bfloat16" else jnp.float32
     apply = lambda s, x: x.astype("float32") * (s["w"].dtype == dtype) * s["w"].astype("float32") + s["b"]
-    export(tmp_path / "x", apply, state, (jax.ShapeDtypeStruct((1, 3), inputs),))
-    assert load(tmp_path / "x")(jnp.ones((2, 3), inputs)).tolist() == [[3, 2, 3]] * 2
+    export(tmp_path / "x", apply, state, (jax.ShapeDtypeStruct((1, 3), inputs),), platforms=("cpu",))
+    loaded = load(tmp_path / "x")
+    assert loaded(jnp.ones((2, 3), inputs)).tolist() == [[3, 2, 3]] * 2
+    assert loaded.manifest["platforms"] == ["cpu"]

@@ -80,20 +80,19 @@ def test_every_dtype_of_safetensors_is_loaded_bit_for_bit(dtype, tmp_path):
     assert_same_bits(weights.load(tmp_path / "w", like=[array]), [array])
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.arange(12.0).reshape(3, 4)[:, ::2],
-        np.arange(4.0)[::-1],
-        np.arange(4, dtype=">i4"),
-        np.broadcast_to(np.float32(2), (3, 2)),
-        np.zeros((0, 3), np.float32),
-        np.array(3.0),
-        np.float16(2),
-    ],
-    ids=["fortran", "strided", "reversed", "big_endian", "broadcast", "empty", "scalar", "numpy_number"],
-)
+ARRAYS = {
+    "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "strided": np.arange(12.0).reshape(3, 4)[:, ::2],
+    "reversed": np.arange(4.0)[::-1],
+    "big_endian": np.arange(4, dtype=">i4"),
+    "broadcast": np.broadcast_to(np.float32(2), (3, 2)),
+    "empty": np.zeros((0, 3), np.float32),
+    "scalar": np.array(3.0),
+    "numpy_number": np.float16(2),
+}
+
+
+@each_row("array", ARRAYS.values(), ARRAYS)
 def test_array_in_another_memory_order_is_saved_with_its_values(array, tmp_path):
     weights.save(tmp_path / "w", {"x": array})
     loaded = weights.load(tmp_path / "w")["x"]
@@ -150,8 +149,9 @@ def state_of(strategy):
     )
 
 
-def read(tree):
-    return jax.tree.map(np.asarray, jdist.read_values(tree))
+def assert_same_numbers(tree, other):
+    for a, b in zip(*(jax.tree.leaves(jdist.read_values(each)) for each in (tree, other)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
 
 
 def test_state_of_any_strategy_is_saved_as_read_and_loaded_into_its_wrappers(strategy, tmp_path):
@@ -162,10 +162,9 @@ def test_state_of_any_strategy_is_saved_as_read_and_loaded_into_its_wrappers(str
     assert plain["total"].shape == () and plain["split"].shape == (24, 1)
     loaded = weights.load(tmp_path / "w", like=state, strategy=strategy)
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
-    assert [x.shape for x in jax.tree.leaves(loaded)] == [x.shape for x in jax.tree.leaves(state)]
-    assert [x.sharding for x in jax.tree.leaves(loaded)] == [x.sharding for x in jax.tree.leaves(state)]
-    for a, b in zip(jax.tree.leaves(read(loaded)), jax.tree.leaves(read(state)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+    placements = [[(x.shape, x.sharding) for x in jax.tree.leaves(tree)] for tree in (loaded, state)]
+    assert placements[0] == placements[1]
+    assert_same_numbers(loaded, state)
 
 
 @pytest.mark.parametrize("target", ["mirrored_2", "sharded_4", "central_2"])
@@ -174,8 +173,7 @@ def test_state_is_loaded_under_another_strategy(target, strategy, tmp_path):
     weights.save(tmp_path / "w", state)
     loaded = weights.load(tmp_path / "w", like=state, strategy=target)
     assert len(loaded["seen"].values) == target.num_replicas_in_sync
-    for a, b in zip(jax.tree.leaves(read(loaded)), jax.tree.leaves(read(state)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert_same_numbers(loaded, state)
 
 
 def test_wrappers_of_like_are_loaded_without_a_strategy(two, tmp_path):
@@ -239,22 +237,17 @@ def saved(tmp_path, tree):
 
 
 F32 = np.zeros(1, np.float32)
-OTHER_LIKES = {
-    "names": (
-        {"kept": F32, **{f"old{i}": F32 for i in range(5)}},
-        {"kept": F32, "new": F32},
-        r"does not match `like`: 1 of 2 names are missing \(new\) and 5 of 6 names are unknown \(old",
-    ),
-    "shapes": (
-        {"a": np.zeros((2, 3), np.float32), "b": F32, "c": F32},
-        {"a": np.zeros((3, 2), np.float32), "b": np.zeros(1, np.float16), "c": F32},
-        r"2 of 3 arrays have another shape or dtype \(a: float32\[2,3\] instead of float32\[3,2\], "
-        r"b: float32\[1\] instead of float16",
-    ),
-}
+OTHER_LIKES = [
+    ({"kept": F32, **{f"old{i}": F32 for i in range(5)}}, {"kept": F32, "new": F32},
+     r"does not match `like`: 1 of 2 names are missing \(new\) and 5 of 6 names are unknown \(old"),
+    ({"a": np.zeros((2, 3), np.float32), "b": F32, "c": F32},
+     {"a": np.zeros((3, 2), np.float32), "b": np.zeros(1, np.float16), "c": F32},
+     r"2 of 3 arrays have another shape or dtype \(a: float32\[2,3\] instead of float32\[3,2\], "
+     r"b: float32\[1\] instead of float16"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("tree, like, message", OTHER_LIKES.values(), ids=OTHER_LIKES)
+@each_row("tree, like, message", OTHER_LIKES, ["names", "shapes"])
 def test_like_with_other_names_shapes_or_dtypes_is_refused_by_name(tree, like, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         weights.load(saved(tmp_path, tree), like=like)
@@ -264,7 +257,7 @@ WHOLE = safetensors.numpy.save({"a": np.zeros(100)})
 NOT_FILES = [b"", b"abcdefgh", b"x" * 200, b'{"a": 1}', WHOLE[:3], WHOLE[:50], WHOLE[:-1]]
 
 
-@pytest.mark.parametrize("contents", NOT_FILES)
+@each_row("contents", NOT_FILES)
 def test_file_that_is_not_a_complete_safetensors_file_is_refused(contents, tmp_path):
     (tmp_path / "w").write_bytes(contents)
     with pytest.raises(ValueError, match="is not a safetensors file, or it is incomplete"):
@@ -272,10 +265,9 @@ def test_file_that_is_not_a_complete_safetensors_file_is_refused(contents, tmp_p
 
 
 def test_missing_file_and_folder_are_errors(tmp_path):
+    message = "The file .* does not exist, or is a folder. Pass the path of a safetensors file"
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(
-            FileNotFoundError, match="The file .* does not exist, or is a folder. Pass the path of a safetensors file"
-        ):
+        with pytest.raises(FileNotFoundError, match=message):
             weights.load(path)
     with pytest.raises(FileNotFoundError, match="The folder .*none does not exist. Create it before writing w to it"):
         weights.save(tmp_path / "none" / "w", np.zeros(1))
@@ -283,7 +275,7 @@ def test_missing_file_and_folder_are_errors(tmp_path):
         weights.save(tmp_path, np.zeros(1))
 
 
-@pytest.mark.parametrize("name", ["float4_e2m1fn_x2", "float8_e5m2fnuz"])
+@each_row("name", ["float4_e2m1fn_x2", "float8_e5m2fnuz"])
 def test_file_of_a_dtype_that_jax_lacks_is_refused_by_name(name, tmp_path):
     data = np.zeros(4, np.uint8)
     tensor = safetensors.TensorSpec(dtype=name, shape=(4,), data_ptr=data.ctypes.data, data_len=4)
@@ -333,12 +325,11 @@ def test_64_bit_integers_are_converted_if_their_values_fit(strategy, tmp_path):
     assert weights.load(tmp_path / "w", like=TORCH, strategy=strategy)["position_ids"].dtype == np.int32
 
 
-@pytest.mark.parametrize("values", [[2**31], [-(2**31) - 1], [2.0]], ids=["large", "small", "float64"])
+@each_row("values", [[2**31], [-(2**31) - 1], [2.0]])
 def test_64_bit_numbers_are_not_truncated_silently_for_a_strategy(values, two, tmp_path):
     path = saved(tmp_path, {"n": np.array(values), "w": np.zeros(1, np.float32)})
-    with pytest.raises(
-        TypeError, match=r"n in .* is (int64|float64)\[1\], and would become (int32|float32) on the devices"
-    ):
+    message = r"n in .* is (int64|float64)\[1\], and would become (int32|float32) on the devices"
+    with pytest.raises(TypeError, match=message):
         weights.load(path, strategy=two)
     assert list(weights.load(path, strategy=two, only="w")) == ["w"]
 
@@ -359,17 +350,16 @@ def test_only_and_rename_select_and_rename_arrays(strategy, tmp_path):
     assert loaded["seen"] is new["seen"] or loaded["seen"].tree is new["seen"].tree
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"only": "encoder.2"}, r'w and `like` do not have the path only="encoder.2". The leaves are '),
-        ({"rename": {"enc": "e"}}, 'w does not have the path "enc", which `rename` contains. The leaves are '),
-        ({"rename": {"head.weight": "position_ids"}}, "of .*w have the same path, position_ids"),
-        ({"only": "encoder.0", "like": {"head": {"weight": jax.ShapeDtypeStruct((3,), "float32")}}},
-         "`only` does not restore head.weight, and `like` contains shapes there"),
-    ],
-    ids=["only", "rename", "collision", "shapes"],
-)  # fmt: skip
+WRONG_SELECTIONS = [
+    ({"only": "encoder.2"}, r'w and `like` do not have the path only="encoder.2". The leaves are '),
+    ({"rename": {"enc": "e"}}, 'w does not have the path "enc", which `rename` contains. The leaves are '),
+    ({"rename": {"head.weight": "position_ids"}}, "of .*w have the same path, position_ids"),
+    ({"only": "encoder.0", "like": {"head": {"weight": jax.ShapeDtypeStruct((3,), "float32")}}},
+     "`only` does not restore head.weight, and `like` contains shapes there"),
+]  # fmt: skip
+
+
+@each_row("options, message", WRONG_SELECTIONS)
 def test_wrong_only_and_rename_are_refused(options, message, tmp_path):
     safetensors.numpy.save_file(TORCH, tmp_path / "w")
     with pytest.raises(ValueError, match=message):
@@ -391,21 +381,19 @@ def test_arguments_of_save_and_load_that_are_swapped_are_refused_with_the_right_
     assert not os.listdir(tmp_path)
 
 
+NO_NUMBERS = "x is .*: devices hold numbers"
+NO_DTYPE = r"a\.b is complex128\[1\], and safetensors files do not have this dtype. Cast"
 NOT_SAVED = {
-    "text": ({"x": "text"}, TypeError, "x is .*: devices hold numbers"),
-    "array_of_text": ({"x": np.array("text")}, TypeError, "x is .*: devices hold numbers"),
-    "time": ({"x": np.zeros(1, "M8[s]")}, TypeError, "x is .*: devices hold numbers"),
+    "text": ({"x": "text"}, TypeError, NO_NUMBERS),
+    "array_of_text": ({"x": np.array("text")}, TypeError, NO_NUMBERS),
+    "time": ({"x": np.zeros(1, "M8[s]")}, TypeError, NO_NUMBERS),
     "object": ({"x": object()}, TypeError, "x is object"),
     "names": ({"a": {"b": np.zeros(1)}, "a.b": np.zeros(1)}, ValueError, r"Two leaves have the name `a\.b`"),
-    "dtype": (
-        {"a": {"b": np.zeros(1, complex)}},
-        TypeError,
-        r"a\.b is complex128\[1\], and safetensors files do not have this dtype. Cast",
-    ),
+    "dtype": ({"a": {"b": np.zeros(1, complex)}}, TypeError, NO_DTYPE),
 }
 
 
-@pytest.mark.parametrize("tree, error, message", NOT_SAVED.values(), ids=NOT_SAVED)
+@each_row("tree, error, message", NOT_SAVED.values(), NOT_SAVED)
 def test_leaf_that_cannot_be_saved_is_refused_by_name_before_anything_is_written(tree, error, message, tmp_path):
     with pytest.raises(error, match=message):
         weights.save(tmp_path / "w", tree)
