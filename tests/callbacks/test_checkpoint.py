@@ -79,9 +79,8 @@ def test_path_instead_of_a_checkpointer_raises_with_the_line_to_write():
 
 def test_run_from_the_beginning_does_not_overwrite_another(tmp_path):
     _saved(tmp_path / "run", 1)
-    with pytest.raises(
-        ValueError, match="has a checkpoint of step 6, so a checkpoint of step 1 would not be the newest"
-    ):
+    message = "has a checkpoint of step 6, so a checkpoint of step 1 would not be the newest"
+    with pytest.raises(ValueError, match=message):
         _saved(tmp_path / "run", 1)
 
 

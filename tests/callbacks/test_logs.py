@@ -143,9 +143,8 @@ def test_unwritable_log_raises_before_the_first_step(kind, path, tmp_path):
 def test_callbacks_with_one_destination_raise(tmp_path):
     as_callbacks([callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), print])
     pair = [callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b" / ".." / "a", every=2)]
-    with pytest.raises(
-        ValueError, match=r"Two callbacks, CSVLog and JSONLog, write to '.*a'\. Pass a different path to each"
-    ):
+    message = r"Two callbacks, CSVLog and JSONLog, write to '.*a'\. Pass a different path to each"
+    with pytest.raises(ValueError, match=message):
         as_callbacks(pair)
 
 

@@ -153,7 +153,6 @@ def test_notice_before_the_first_step_ends_the_program_without_a_checkpoint(trai
 
 
 def test_argument_of_another_type_is_refused():
-    with pytest.raises(
-        TypeError, match=r"`Preemption` needs a `jdist.Checkpointer`, got 'run'.*callbacks.Preemption\("
-    ):
+    message = r"`Preemption` needs a `jdist.Checkpointer`, got 'run'.*callbacks.Preemption\("
+    with pytest.raises(TypeError, match=message):
         Preemption("run")

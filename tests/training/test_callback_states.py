@@ -8,6 +8,8 @@ from jdist import callbacks
 from jdist._src.training.events import as_callbacks
 from jdist._src.training.resume import restore_callback_states, saved_callback_states, stateful_callbacks
 
+from laws import each_row
+
 
 class Counter(callbacks.Callback):
     """A callback whose state is a number."""
@@ -54,20 +56,17 @@ def test_callbacks_with_one_identity_are_restored_in_order_with_a_warning():
         assert restored_numbers([Counter(1), Counter(2)], [Counter(), Counter()]) == [1, 2]
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@each_row("number", [1, 3])
 def test_other_number_of_callbacks_with_one_identity_raises(number):
-    with pytest.raises(
-        ValueError, match=f"the states of 2 callbacks named Counter, and `callbacks` has {number} of them.*`identity`"
-    ):
+    message = f"the states of 2 callbacks named Counter, and `callbacks` has {number} of them.*`identity`"
+    with pytest.raises(ValueError, match=message):
         restored_numbers([Counter(1), Counter(2)], [Counter() for _ in range(number)])
 
 
 def test_state_without_a_callback_raises_before_any_is_restored():
     target = [Counter()]
-    with pytest.raises(
-        ValueError,
-        match=r"the state of Named <a>, which is not in `callbacks`\. The callbacks with a state are: Counter",
-    ):
+    message = r"the state of Named <a>, which is not in `callbacks`\. The callbacks with a state are: Counter"
+    with pytest.raises(ValueError, match=message):
         restored_numbers([Counter(1), Named("a", 2)], target)
     assert target[0].number == 0
 
@@ -97,7 +96,7 @@ def test_callbacks_that_do_not_override_get_state_are_stateless():
     assert stateful_callbacks([callbacks.TimeLimit(9), callbacks.Callback(), *as_callbacks([print])]) == []
 
 
-@pytest.mark.parametrize("method", ["get_state", "set_state", "close"])
+@each_row("method", ["get_state", "set_state", "close"])
 def test_object_with_methods_of_a_callback_must_be_a_subclass(method):
     class Own:
         def __call__(self, event):

@@ -52,9 +52,8 @@ def test_fit_with_a_donated_state_prints_and_cannot_be_copied(result, two):
     assert "state: TrainState, donated to a later step" in repr(result)
     assert "donated to a later step" in result._repr_html_()
     for function, participle in ((pickle.dumps, "pickled"), (copy.deepcopy, "copied")):
-        with pytest.raises(
-            ValueError, match=rf"cannot be {participle}: its state was donated .* `dataclasses.replace\(fit, state=N"
-        ):
+        message = rf"cannot be {participle}: its state was donated .* `dataclasses.replace\(fit, state=N"
+        with pytest.raises(ValueError, match=message):
             function(result)
     assert pickle.loads(pickle.dumps(dataclasses.replace(result, state=None))).steps == 4
 

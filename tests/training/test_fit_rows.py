@@ -14,10 +14,11 @@ from flax import linen as nn
 
 import jdist
 
-from laws import STRATEGIES
+from laws import STRATEGIES, each_row
 
 PLACES = ["one_device", "mirrored_1", "mirrored_2", "central_2"]
 every_place = pytest.mark.parametrize("place", PLACES)
+every_distributed_place = pytest.mark.parametrize("place", ["mirrored_2", "central_2"])
 STATISTICS = np.float32([[0], [2], [10], [14]])  # replica 0 has the first two rows
 
 
@@ -72,12 +73,12 @@ def test_ke1_fit_of_one_full_batch_has_the_loss_and_the_weights_of_one_device(pl
     assert weights(fitted) == pytest.approx([1.57, 0.09])
 
 
+KE2 = [(10, 4, [2.133941, 0.188124]), (10, 8, [2.280600, 0.179100]), (8, 4, [1.652600, 0.131700])]
+
+
 @pytest.mark.slow
-@every_place
-@pytest.mark.parametrize(
-    "count, batch_size, expected",
-    [(10, 4, [2.133941, 0.188124]), (10, 8, [2.280600, 0.179100]), (8, 4, [1.652600, 0.131700])],
-)
+@every_distributed_place
+@each_row("count, batch_size, expected", KE2)
 def test_ke2_fit_with_a_partial_last_batch_has_the_weights_of_one_device(place, count, batch_size, expected):
     assert weights(fit(place, count, batch_size)) == pytest.approx(expected, abs=2e-6)
 
@@ -88,8 +89,8 @@ def test_ke3_fit_whose_last_batch_has_one_example_has_the_weights_of_one_device(
 
 
 @pytest.mark.slow
-@every_place
-@pytest.mark.parametrize("count, loss, error", [(9, 22.6667, 4.0), (5, 6.0, 2.0)])
+@every_distributed_place
+@each_row("count, loss, error", [(9, 22.6667, 4.0), (5, 6.0, 2.0)])
 def test_ke5_evaluate_and_predict_are_exact_and_in_order_for_any_number_of_examples(place, count, loss, error):
     trainer, data = line_trainer(place), examples(count)
     state = trainer.init(data[0])
@@ -161,7 +162,7 @@ def test_ke9_fit_compiles_one_step_and_runs_it_for_every_batch(place):
 
 
 @pytest.mark.slow
-@every_place
+@every_distributed_place
 def test_ke10_fit_of_two_steps_per_call_has_the_weights_of_one_step_per_call(place):
     fitted = fit(place, 10, 4, steps_per_call=2)
     assert weights(fitted) == pytest.approx([2.133941, 0.188124], abs=2e-6)

@@ -1,6 +1,5 @@
 """The history as columns, tables and charts: every history can be drawn, and the charts contain its values."""
 
-import io
 import math
 import pickle
 import re
@@ -26,6 +25,8 @@ from jdist._src.training.report.charts import (
     metric_columns,
     printable,
 )
+
+from laws import each_row
 
 few = hypothesis.settings(
     max_examples=12,
@@ -104,13 +105,10 @@ def test_column_contains_the_values_of_the_rows_that_have_it():
     assert len(history) == 2 and "val_loss" in history and "accuracy" not in history
 
 
-@pytest.mark.parametrize("column", ["los", None])
-def test_unknown_column_raises_with_the_known_ones(column):
-    with pytest.raises(KeyError, match=r"no column .*The columns are 'epoch', 'loss'"):
-        History([{"epoch": 0, "loss": 2.0}])[column]
-
-
-def test_column_of_an_empty_history_raises():
+def test_unknown_column_raises_with_the_known_ones():
+    for column in ("los", None):
+        with pytest.raises(KeyError, match=r"no column .*The columns are 'epoch', 'loss'"):
+            History([{"epoch": 0, "loss": 2.0}])[column]
     with pytest.raises(KeyError, match="none: no epoch has ended"):
         History()["loss"]
 
@@ -126,11 +124,6 @@ def test_history_is_a_list_of_its_rows_and_its_losses_are_an_array():
     assert history.losses == {1: 1.0, 2: 0.5} and pickle.loads(pickle.dumps(history)).losses == history.losses
 
 
-def test_history_is_frozen():
-    with pytest.raises(AttributeError):
-        FULL.rows = ()
-
-
 # ---- tables
 
 
@@ -139,10 +132,9 @@ def test_history_as_text_is_a_table_of_its_rows():
     assert str(history).split() == ["epoch", "loss", "val_loss", "0", "2.25", "1", "0.125", "0.5"]
     assert len({len(line) for line in str(FULL).splitlines()}) == 1
     assert repr(history) == "History(2 rows of epoch, loss, val_loss; 1 losses)"
-
-
-def test_empty_history_as_text():
     assert str(History()) == repr(History()) == "History(0 rows of nothing; 0 losses)"
+    with pytest.raises(AttributeError):  # it is frozen
+        FULL.rows = ()
 
 
 def test_long_table_contains_the_first_and_last_rows_and_the_number_of_omitted_ones():
@@ -174,29 +166,24 @@ def test_metric_names_start_with_the_loss():
 
 
 def test_figure_has_a_chart_per_recorded_quantity(full):
-    assert list(full) == [
-        "Loss",
-        "Metrics",
-        "Perplexity",
-        "Learning rate",
-        "Examples per second",
-        "Steps that waited for input",
-    ]
+    assert " | ".join(full) == (
+        "Loss | Metrics | Perplexity | Learning rate | Examples per second | Steps that waited for input"
+    )
 
 
-@pytest.mark.parametrize(
-    "title, label, column",
-    [
-        ("Loss", "training", "loss"),
-        ("Loss", "validation", "val_loss"),
-        ("Metrics", "accuracy", "accuracy"),
-        ("Metrics", "accuracy validation", "val_accuracy"),
-        ("Metrics", "recall validation", "val_recall"),
-        ("Perplexity", "training", "perplexity"),
-        ("Learning rate", "", "learning_rate"),
-        ("Steps that waited for input", "", "stalled_fraction"),
-    ],
-)
+CURVES = [
+    ("Loss", "training", "loss"),
+    ("Loss", "validation", "val_loss"),
+    ("Metrics", "accuracy", "accuracy"),
+    ("Metrics", "accuracy validation", "val_accuracy"),
+    ("Metrics", "recall validation", "val_recall"),
+    ("Perplexity", "training", "perplexity"),
+    ("Learning rate", "", "learning_rate"),
+    ("Steps that waited for input", "", "stalled_fraction"),
+]
+
+
+@each_row("title, label, column", CURVES)
 def test_curve_contains_the_values_of_its_column(full, title, label, column):
     line = lines_of(full[title])[label or "_child0"]
     assert line.get_xdata().tolist() == FULL["step"] and line.get_ydata().tolist() == FULL[column]
@@ -244,16 +231,13 @@ def test_scale_is_logarithmic_for_values_of_different_orders_of_magnitude(values
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.7e308])
 def test_non_finite_values_are_marked_and_counted(bad):
-    (panel,) = chart_panels(
-        epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s in (7, 20) else 1.0)
-    )
+    rows, losses = epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s in (7, 20) else 1.0)
+    (panel,) = chart_panels(rows, losses)
     assert panel.bad.tolist() == [7, 20] and "2 not finite (×)" in panel.caption
-    axes = axes_of(History(epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s == 7 else 1.0)))[
-        "Loss"
-    ]
-    marks = lines_of(axes)["not finite"]
-    assert marks.get_xdata().tolist() == [7, 20] and to_hex(marks.get_color()) == COLORS["bad"][0]
-    assert np.isnan(lines_of(axes)["training"].get_ydata()).tolist() == [False, True, False]
+    lines = lines_of(axes_of(History(rows, losses))["Loss"])
+    assert lines["not finite"].get_xdata().tolist() == [7, 20]
+    assert to_hex(lines["not finite"].get_color()) == COLORS["bad"][0]
+    assert np.isnan(lines["training"].get_ydata()).tolist() == [False, True, False]
 
 
 def test_axes_span_the_steps_if_no_loss_is_finite():
@@ -351,23 +335,12 @@ def test_svg_uses_css_colors_and_is_deterministic():
 @pytest.mark.slow
 @few
 @hypothesis.given(HISTORIES)
-def test_any_history_is_shown_as_text_table_and_charts(history):
+def test_any_history_is_shown_as_text_table_and_charts_that_contain_all_values(history):
     assert str(history) and repr(history) and history._repr_html_().startswith("<pre")
     str(history).encode()
-    ET.fromstring(figure_as_svg(history.plot()))
-
-
-@pytest.mark.slow
-@few
-@hypothesis.given(HISTORIES)
-def test_charts_of_any_history_contain_all_values(history):
     panels = chart_panels(history.rows, history.losses)
     curves = [curve for panel in panels for curve in panel.curves]
     num_drawn = sum(len(curve.y) for curve in curves if curve.low is None)
     assert num_drawn == sum(name not in ("epoch", "step", "seconds") for row in history.rows for name in row)
     assert sum(len(curve.x) for curve in curves if curve.low is not None) == len(history.losses)
-    with io.BytesIO() as file:
-        hypothesis.assume(
-            all(ord(c) < 256 for row in history.rows for name in row for c in name)
-        )  # characters of the font
-        draw_figure(panels).savefig(file, format="png", dpi=40)
+    ET.fromstring(figure_as_svg(draw_figure(panels)))

@@ -35,14 +35,15 @@ def ctrl_c_interrupts():
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_callbacks_receive_events_of_every_call_epoch_and_end(two, steps_per_call):
-    events = []
+    events, names = [], ["loss", "accuracy", "val_loss", "val_accuracy"]
 
     def record(event):
         events.append((event.moment.name, event.step, event.epoch, event.examples))
         if event.moment is Moment.EPOCH:
             assert {"loss", "accuracy"} == set(event.metrics)
-            assert set(event.logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+            assert list(event.logs) == names
         assert event.total_steps == 8
+        assert list(event.metric_names) == names  # also before the first epoch
 
     small(two, callbacks=[record], steps_per_call=steps_per_call, validation_data=SMALL)
     steps = [1, 2, 3, 4] if steps_per_call == 1 else [3, 4]
@@ -69,12 +70,6 @@ def test_callbacks_that_need_few_step_events_receive_the_first_of_fit_and_the_la
     small(two, callbacks=[together, lambda event: None])
     assert alone.steps == [1, 4, 8]
     assert together.steps == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_metric_names_are_known_before_the_epoch(two):
-    events = []
-    small(two, callbacks=[events.append], epochs=1, validation_data=SMALL)
-    assert list(events[0].metric_names) == list(events[-2].logs) == ["loss", "accuracy", "val_loss", "val_accuracy"]
 
 
 class _Guard(jdist.callbacks.Callback):
@@ -190,20 +185,11 @@ def test_callback_replaces_the_state_after_all_callbacks_received_the_event(two)
 
 
 def test_wrong_result_of_a_callback_raises(two):
+    def wrong(event):
+        return 3
+
     with pytest.raises(TypeError, match="The callback wrong returned 3. A callback must return None, or a"):
-
-        def wrong(event):
-            return 3
-
         small(two, callbacks=[wrong])
-
-
-def failing_at(step):
-    def fails(event):
-        if event.moment is Moment.STEP and event.step == step:
-            raise OSError("no space left")
-
-    return fails
 
 
 def test_error_of_a_callback_contains_the_state_so_far(two):
@@ -213,8 +199,12 @@ def test_error_of_a_callback_contains_the_state_so_far(two):
         def close(self):
             closed.append(1)
 
+    def fails(event):
+        if event.moment is Moment.STEP and event.step == 5:
+            raise OSError("no space left")
+
     with pytest.raises(jdist.FitError, match="Training failed after step 5: OSError: no space left") as error:
-        small(two, callbacks=[failing_at(5), Closes()])
+        small(two, callbacks=[fails, Closes()])
     assert isinstance(error.value.__cause__, OSError)
     assert error.value.fit.steps == int(error.value.fit.state.step) == 5
     assert len(error.value.fit.history.rows) == 1
@@ -223,12 +213,11 @@ def test_error_of_a_callback_contains_the_state_so_far(two):
 
 
 def test_error_before_the_first_step_is_not_wrapped(two):
+    def fails(event):
+        raise OSError("no space left")
+
     with pytest.raises(OSError, match="no space left"):
-        small(two, callbacks=[lambda event: failing_at(0)(event) or _fail(event)])
-
-
-def _fail(event):
-    raise OSError("no space left")
+        small(two, callbacks=[fails])
 
 
 def _failing_loss(step):
@@ -301,40 +290,37 @@ def test_error_of_the_data_contains_the_state_so_far(two):
     assert error.value.fit.steps == int(error.value.fit.state.step) == 2
 
 
-def poisoned(number):
-    """Returns the small data with a batch whose loss is NaN."""
-    images = SMALL[0].copy()
-    images[60 * number] = np.nan
-    return images, SMALL[1]
-
-
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_non_finite_loss_stops_with_the_state_before_it(two, steps_per_call):
-    result = fit(two, poisoned(2), batch_size=60, epochs=2, shuffle=False, steps_per_call=steps_per_call)
-    assert (
-        result.stop_reason == "The loss of step 3 is nan (batch 2 of epoch 0). The state is the one before that step."
-    )
-    assert result.steps == int(result.state.step) == 2
-    assert_bitwise_equal(result.state, fit(two, SMALL, batch_size=60, epochs=None, steps=2, shuffle=False).state)
+    images = SMALL[0].copy()
+    images[60 * 2] = np.nan
+    options = {"batch_size": 60, "shuffle": False}
+    result = fit(two, (images, SMALL[1]), epochs=2, steps_per_call=steps_per_call, **options)
+    reason = "The loss of step 3 is nan (batch 2 of epoch 0). The state is the one before that step."
+    assert (result.stop_reason, result.steps, int(result.state.step)) == (reason, 2, 2)
+    assert_bitwise_equal(result.state, fit(two, SMALL, epochs=None, steps=2, **options).state)
     assert list(result.history.losses) == [1, 2, 3]
     assert np.isnan(result.history.losses[3])
 
 
-def test_data_that_end_before_the_requested_steps(two):
+def test_reasons_to_stop_without_a_step_and_with_data_that_end_before_the_requested_steps(two):
+    result = small(two, epochs=None, steps=0)
+    assert (result.steps, result.history.rows, result.stop_reason) == (0, (), "All requested steps were taken.")
     result = small(two, epochs=1, steps=10)
     assert (result.stop_reason, result.steps) == ("The data ended after 4 of 10 steps.", 4)
 
 
-def test_no_step_returns_the_initial_state(two):
-    result = small(two, epochs=None, steps=0)
-    assert (result.steps, result.history.rows, result.stop_reason) == (0, (), "All requested steps were taken.")
+def press_ctrl_c_after_step_3(times):
+    def press(event):
+        if event.moment is Moment.STEP and event.step == 3:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return press
 
 
 def test_ctrl_c_during_a_step_ends_training_after_it(two):
-    press = lambda event: (
-        os.kill(os.getpid(), signal.SIGINT) if event.moment is Moment.STEP and event.step == 3 else None
-    )
-    result = small(two, callbacks=[press])
+    result = small(two, callbacks=[press_ctrl_c_after_step_3(1)])
     assert (result.stop_reason, result.steps, int(result.state.step)) == ("Ctrl-C was pressed.", 3, 3)
     assert_bitwise_equal(result.state, small(two, epochs=None, steps=3).state)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -358,13 +344,8 @@ def test_ctrl_c_while_waiting_for_data_ends_training(two):
 
 
 def test_ctrl_c_twice_during_a_step_raises(two):
-    def press(event):
-        if event.moment is Moment.STEP and event.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
     with pytest.raises(KeyboardInterrupt):
-        small(two, callbacks=[press])
+        small(two, callbacks=[press_ctrl_c_after_step_3(2)])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -378,23 +359,14 @@ def test_fit_works_in_another_thread(two):
 
 def test_handler_of_the_application_is_not_replaced(two):
     signals = []
-    previous_handler = signal.signal(signal.SIGINT, lambda *_: signals.append(1))
-    try:
-        press = lambda event: os.kill(os.getpid(), signal.SIGINT) if event.step == 3 else None
-        assert small(two, callbacks=[press]).steps == 8
-    finally:
-        signal.signal(signal.SIGINT, previous_handler)
+    signal.signal(signal.SIGINT, lambda *_: signals.append(1))  # the fixture restores the previous handler
+    assert small(two, callbacks=[press_ctrl_c_after_step_3(1)]).steps == 8
     assert signals
 
 
 def test_report_of_a_fit_contains_its_results(two, tmp_path):
     result = small(two, validation_data=SMALL)
     text = result.report(tmp_path / "run.html").read_text()
-    for expected in (
-        result.stop_reason,
-        "MirroredStrategy",
-        str(result.proof),
-        jax.__version__,
-        sys.version.split()[0],
-    ):
+    python = sys.version.split()[0]
+    for expected in (result.stop_reason, "MirroredStrategy", str(result.proof), jax.__version__, python):
         assert expected in text

@@ -23,20 +23,6 @@ def evaluate(two, loss, targets, width, **options):
     return trainer.evaluate(trainer.init(X), (X, targets), batch_size=4), X @ weights
 
 
-LOSSES = {
-    "object": lambda keras: (keras.losses.BinaryCrossentropy(from_logits=True, reduction=None), LABELS, 1),
-    "object_with_a_reduction": lambda keras: (keras.losses.BinaryCrossentropy(from_logits=True), LABELS, 1),
-    "object_of_classes": lambda keras: (keras.losses.SparseCategoricalCrossentropy(from_logits=True), CLASSES, 4),
-    "object_of_flat_targets": lambda keras: (keras.losses.Huber(), LABELS[:, 0], 1),
-    "function": lambda keras: (functools.partial(keras.losses.binary_crossentropy, from_logits=True), LABELS, 1),
-    "operation": lambda keras: (
-        functools.partial(keras.ops.sparse_categorical_crossentropy, from_logits=True),
-        CLASSES,
-        4,
-    ),
-}
-
-
 def subclass(keras):
     """Returns a loss whose attributes its `get_config` does not return, and that calls another loss."""
 
@@ -51,22 +37,26 @@ def subclass(keras):
     return Scaled
 
 
-LOSSES |= {
-    "object_with_a_parameter": lambda keras: (keras.losses.Huber(delta=0.3), LABELS, 1),
-    "object_with_options": lambda keras: (
-        keras.losses.BinaryFocalCrossentropy(gamma=3.0, from_logits=True, label_smoothing=0.1),
-        LABELS,
-        1,
-    ),
-    "own_subclass": lambda keras: (subclass(keras)(7.0, keras.losses.LogCosh(reduction=None)), LABELS, 1),
-}
+def losses(keras):
+    """Yields losses, their targets, and the width of the outputs."""
+    of_logits = lambda function: functools.partial(function, from_logits=True)
+    yield keras.losses.BinaryCrossentropy(from_logits=True, reduction=None), LABELS, 1
+    yield keras.losses.BinaryCrossentropy(from_logits=True), LABELS, 1
+    yield keras.losses.SparseCategoricalCrossentropy(from_logits=True), CLASSES, 4
+    yield keras.losses.Huber(), LABELS[:, 0], 1
+    yield of_logits(keras.losses.binary_crossentropy), LABELS, 1
+    yield of_logits(keras.ops.sparse_categorical_crossentropy), CLASSES, 4
+    yield keras.losses.Huber(delta=0.3), LABELS, 1
+    yield keras.losses.BinaryFocalCrossentropy(gamma=3.0, from_logits=True, label_smoothing=0.1), LABELS, 1
+    yield subclass(keras)(7.0, keras.losses.LogCosh(reduction=None)), LABELS, 1
 
 
-@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
-def test_keras_loss_is_called_with_the_targets_first_and_averaged_over_the_examples(make, two, keras):
-    loss, targets, width = make(keras)
-    results, outputs = evaluate(two, loss, targets, width)
-    assert results["loss"] == pytest.approx(float(np.mean(loss(jnp.asarray(targets), jnp.asarray(outputs)))), abs=1e-6)
+def test_keras_loss_is_called_with_the_targets_first_and_averaged_over_the_examples(subtests, two, keras):
+    for loss, targets, width in losses(keras):
+        with subtests.test(str(loss)):
+            results, outputs = evaluate(two, loss, targets, width)
+            expected = float(np.mean(loss(jnp.asarray(targets), jnp.asarray(outputs))))
+            assert results["loss"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_keras_loss_trains_as_the_loss_of_optax_does(two, keras):
@@ -91,9 +81,8 @@ def test_weights_of_examples_apply_to_a_keras_loss(two, keras):
 
 def test_keras_loss_of_a_complete_batch_raises(two, keras):
     for loss in (keras.losses.Dice(), subclass(keras)(1.0, keras.losses.Huber())):
-        with pytest.raises(
-            ValueError, match=rf"Keras loss {loss.name} returned one number .*`reduction=None`; of `Dice`"
-        ):
+        message = rf"Keras loss {loss.name} returned one number .*`reduction=None`; of `Dice`"
+        with pytest.raises(ValueError, match=message):
             evaluate(two, loss, LABELS, 1)
         assert loss.reduction == "sum_over_batch_size"
 
@@ -110,17 +99,14 @@ def test_function_with_parameters_named_as_in_keras_is_called_with_the_targets_f
     assert results["loss"] == pytest.approx(float(np.mean(outputs - 2 * LABELS)), abs=1e-6)
 
 
-def test_keras_loss_with_sum_reduction_raises(two, keras):
-    loss = keras.losses.MeanSquaredError(reduction="sum")
-    with pytest.raises(ValueError, match=r'Keras loss mean_squared_error has reduction="sum".*`reduction=None`'):
-        jdist.Trainer((lambda key, x: x, lambda w, x: x), loss=loss, strategy=two)
-
-
-def test_loss_class_raises(two, keras):
-    with pytest.raises(TypeError, match=r"`loss` is the class Huber\. Pass an instance of it: `Huber\(\.\.\.\)`"):
-        jdist.Trainer((lambda key, x: x, lambda w, x: x), loss=keras.losses.Huber, strategy=two)
-
-
-def test_keras_metric_raises(two, keras):
-    with pytest.raises(TypeError, match="The metric 'auc' is a Keras metric, AUC, which updates variables in place"):
-        jdist.Trainer((lambda key, x: x, lambda w, x: x), metrics={"auc": keras.metrics.AUC()}, strategy=two)
+def test_loss_with_sum_reduction_and_loss_class_and_metric_of_keras_raise(subtests, two, keras):
+    rows = [
+        (dict(loss=keras.losses.MeanSquaredError(reduction="sum")), ValueError,
+         r'Keras loss mean_squared_error has reduction="sum".*`reduction=None`'),
+        (dict(loss=keras.losses.Huber), TypeError, r"`loss` is the class Huber\. Pass an instance of it: `Huber\(\.\.\.\)`"),
+        (dict(metrics={"auc": keras.metrics.AUC()}), TypeError,
+         "The metric 'auc' is a Keras metric, AUC, which updates variables in place"),
+    ]  # fmt: skip
+    for options, error, message in rows:
+        with subtests.test(message), pytest.raises(error, match=message):
+            jdist.Trainer((lambda key, x: x, lambda w, x: x), strategy=two, **options)

@@ -108,23 +108,17 @@ def one_step(trainer, added, rows, weights=None):
 
 @pytest.mark.slow
 @every_flax
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_losses_of_flax_modules_are_added_as_on_one_device(kind, micro_batches, strategy):
+def test_losses_of_flax_modules_are_added_as_on_one_device(kind, strategy):
     added = Added(of_params=0.3, scalar=0.7, per_example=0.2)
-    trainer, fitted = fit(kind(added), strategy, micro_batches=micro_batches)
-    loss, params = one_step(trainer, added, EXAMPLES)
-    assert_equals(fitted, loss, params)
-    np.testing.assert_allclose(  # also in evaluation
-        trainer.evaluate(fitted.state, (X, Y), batch_size=EXAMPLES)["loss"],
-        added.loss(dense_params(fitted.state), X, Y),
-        rtol=1e-5,
-    )
+    trainer, fitted = fit(kind(added), strategy, micro_batches=2)
+    assert_equals(fitted, *one_step(trainer, added, EXAMPLES))
+    evaluated = trainer.evaluate(fitted.state, (X, Y), batch_size=EXAMPLES)["loss"]
+    np.testing.assert_allclose(evaluated, added.loss(dense_params(fitted.state), X, Y), rtol=1e-5)
 
 
 @pytest.mark.slow
 @every_flax
-@pytest.mark.parametrize("rows, weights", [(5, None), (29, WEIGHTS)])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("rows, weights, micro_batches", [(5, None, 3), (29, WEIGHTS, 1)], ids=["padding", "weights"])
 def test_losses_of_parameters_and_of_examples_are_exact_with_padding_and_weights(
     kind, rows, weights, micro_batches, two
 ):
@@ -208,15 +202,13 @@ def keras_loss(keras, model, x, y, weights=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_losses_of_a_keras_model_are_added_as_on_one_device(micro_batches, strategy, keras):
+def test_losses_of_a_keras_model_are_added_as_on_one_device(strategy, keras):
     model = keras_model(keras, mean=0.5)
     loss, grads = keras_loss(keras, model, X, Y)
-    params = [v.value - RATE * g for v, g in zip(model.trainable_variables, grads, strict=True)]
-    paths = [v.path for v in model.trainable_variables]
+    params = {v.path: v.value - RATE * g for v, g in zip(model.trainable_variables, grads, strict=True)}
     before = [np.asarray(v.value) for v in model.variables]
-    trainer, fitted = fit(model, strategy, micro_batches=micro_batches)
-    assert_equals(fitted, loss, dict(zip(paths, params, strict=True)))
+    trainer, fitted = fit(model, strategy, micro_batches=2)
+    assert_equals(fitted, loss, params)
     for v, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(np.asarray(v.value), value)
     initial = trainer.evaluate(trainer.init(X), (X, Y), batch_size=EXAMPLES)["loss"]
@@ -224,8 +216,7 @@ def test_losses_of_a_keras_model_are_added_as_on_one_device(micro_batches, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [29, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows, micro_batches", [(29, 1), (5, 3)])
 def test_regularizers_and_arrays_of_a_keras_model_are_exact_with_padding(rows, micro_batches, two, keras):
     model = keras_model(keras)
     loss, grads = keras_loss(keras, model, X[:rows], Y[:rows])

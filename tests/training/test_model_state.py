@@ -110,7 +110,6 @@ MODELS = {
     "haiku": haiku_model,
     "equinox": equinox_model,
 }
-every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
 def trainer_of(make, keras, strategy, **options):
@@ -123,11 +122,17 @@ def frozen_leaves(state):
     return [np.asarray(leaf).tobytes() for path, leaf in leaves if "statistics" not in jax.tree_util.keystr(path)]
 
 
+PLACES = [(name, "mirrored_3", 3) for name in MODELS]
+PLACES += [
+    (name, place, 1) for name in ("keras_norm", "nnx_remat", "linen_scan") for place in ("sharded_4", "central_2")
+]
+
+
 @pytest.mark.slow
-@every_model
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_frozen_variables_keep_their_bits(make, micro_batches, strategy, keras):
-    trainer = trainer_of(make, keras, strategy)
+@pytest.mark.parametrize("name, place, micro_batches", PLACES)
+def test_frozen_variables_keep_their_bits(name, place, micro_batches, keras):
+    strategy = STRATEGIES[place]()
+    trainer = trainer_of(MODELS[name], keras, strategy)
     state = trainer.init(X)
     before = frozen_leaves(state)
     data = (X[:21], Y[:21]) if micro_batches == 1 else (X[:18], Y[:18])  # with padding
@@ -150,7 +155,7 @@ def bytes_sent(trainer):
     return sum(one.bytes_sent for one in hlo.collectives(step.lower(carry, batch).compile()))
 
 
-@every_model
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_frozen_variables_are_not_communicated(make, keras):
     trainer = trainer_of(make, keras, STRATEGIES["mirrored_3"]())
     assert 0 < bytes_sent(trainer) < BASE.nbytes

@@ -17,7 +17,7 @@ DATA = tuple(array[:500] for array in digits())  # 9 batches of 60 per epoch; th
 STEPS = 27
 
 
-def train(strategy, path=None, stop_at=None, every=1, **options):
+def train(strategy, path=None, stop_at=None, every=3, **options):
     """Trains three epochs with checkpoints, from the newest one, until step `stop_at`."""
     stop = lambda event: (
         CallbackResult(stop_reason="Killed.") if event.moment is Moment.STEP and event.step == stop_at else None
@@ -31,7 +31,7 @@ def train(strategy, path=None, stop_at=None, every=1, **options):
         return fit(strategy, DATA, batch_size=60, callbacks=[save_until_killed, stop], resume=checkpointer, **options)
 
 
-def interrupted(strategy, path, seed, times=1, every=1, **options):
+def interrupted(strategy, path, seed, times=1, every=3, **options):
     """Trains with interruptions at random steps in ascending order, each time from the last checkpoint."""
     for step in sorted(random.Random(seed).sample(range(2, STEPS), times)):
         train(strategy, path, stop_at=step, every=every, **options)
@@ -40,9 +40,7 @@ def interrupted(strategy, path, seed, times=1, every=1, **options):
 
 CASES = {
     "adam": dict(optimizer=optax.adam(3e-3)),
-    "steps_per_call": dict(steps_per_call=2),
-    "int8": dict(optimizer=optax.chain(jdist.sync.int8(), optax.sgd(0.1))),
-    "top_k": dict(optimizer=optax.chain(jdist.sync.top_k(0.1), optax.sgd(0.1))),
+    "int8": dict(optimizer=optax.chain(jdist.sync.int8(), optax.sgd(0.1)), steps_per_call=2),
     "local_sgd": dict(optimizer=jdist.sync.local_sgd(optax.sgd(0.1, momentum=0.9), every=4)),
     "every": dict(optimizer=jdist.sync.every(optax.chain(jdist.sync.mean(), optax.adam(3e-3)), 2)),
 }
@@ -64,7 +62,7 @@ def test_interrupted_training_is_bitwise_equal(two, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["one_device", "mirrored_3", "sharded_4", "central_2"])
+@pytest.mark.parametrize("place", ["sharded_4", "central_2"])
 def test_interrupted_training_is_bitwise_equal_under_every_strategy(place, tmp_path):
     strategy = STRATEGIES[place]()
     assert_bitwise_equal(interrupted(strategy, tmp_path, seed=1, every=4).state, train(strategy).state)
@@ -97,30 +95,6 @@ def test_finished_training_takes_no_further_step(two, tmp_path):
     assert second.history.losses == first.history.losses
 
 
-@pytest.mark.slow
-def test_callbacks_resume_with_their_states(two, tmp_path):
-    def average(path, stops):
-        for stop_at in stops:
-            ema = jdist.callbacks.EMA(0.9)
-            stop = lambda event, at=stop_at: (
-                CallbackResult(stop_reason="") if event.step == at and event.moment is Moment.STEP else None
-            )
-            with jdist.Checkpointer(path) as checkpointer:
-                save = jdist.callbacks.Checkpoint(checkpointer)
-                fit(two, DATA, batch_size=60, callbacks=[ema, save, stop], resume=checkpointer)
-        return ema.params
-
-    uninterrupted, resumed = average(tmp_path / "a", [None]), average(tmp_path / "b", [7, 20, None])
-    assert_bitwise_equal(uninterrupted, resumed)
-
-
-@pytest.mark.slow
-def test_path_of_checkpoints_resumes(two, tmp_path):
-    train(two, tmp_path, stop_at=13)
-    resumed = fit(two, DATA, batch_size=60, resume=tmp_path)
-    assert_bitwise_equal(resumed.state, train(two).state)
-
-
 def test_path_without_checkpoints_starts_from_the_beginning(two, tmp_path):
     assert fit(two, DATA, batch_size=60, epochs=1, resume=tmp_path / "none").steps == 9
 
@@ -141,51 +115,29 @@ def test_checkpoint_of_another_model_raises_with_the_leaves_that_differ(two, tmp
 
 def test_checkpoint_of_other_data_raises(two, tmp_path):
     train(two, tmp_path, stop_at=3)
-    with pytest.raises(
-        ValueError, match="The position was taken with examples=500, but this data set has examples=499"
-    ):
+    message = "The position was taken with examples=500, but this data set has examples=499"
+    with pytest.raises(ValueError, match=message):
         trainer(two).fit(tuple(x[:499] for x in DATA), batch_size=60, resume=tmp_path, progress="off")
 
 
 @pytest.mark.slow
-def test_missing_callbacks_raise(two, tmp_path):
-    with jdist.Checkpointer(tmp_path) as checkpointer:
-        callbacks = [jdist.callbacks.EMA(0.9), jdist.callbacks.Checkpoint(checkpointer)]
-        fit(two, DATA, batch_size=60, epochs=1, callbacks=callbacks)
-    with pytest.raises(
-        ValueError, match=r"contains the state of EMA\(0\.9, debias=True\), which is not in `callbacks`"
-    ):
-        fit(two, DATA, batch_size=60, epochs=2, resume=tmp_path)
-    others = [jdist.callbacks.EMA(0.99)]
-    with pytest.raises(
-        ValueError,
-        match=r"The callbacks with a state are: EMA\(0\.99, debias=True\)\. Pass a callback of the same class",
-    ):
-        fit(two, DATA, batch_size=60, epochs=2, callbacks=others, resume=tmp_path)
-
-
-@pytest.mark.slow
 def test_callbacks_in_another_order_and_new_ones_get_their_states(two, tmp_path):
-    def run(*callbacks, path, epochs):
+    fast, slow, stopping = (
+        lambda: jdist.callbacks.EMA(0.5), lambda: jdist.callbacks.EMA(0.9), lambda: jdist.callbacks.EarlyStopping("loss")
+    )  # fmt: skip
+
+    def run(path, *makes, epochs):
+        callbacks = [make() for make in makes]
         with jdist.Checkpointer(path) as checkpointer:
             save = jdist.callbacks.Checkpoint(checkpointer)
             fit(two, DATA, batch_size=60, epochs=epochs, callbacks=[*callbacks, save], resume=checkpointer)
         return callbacks
 
-    fast, slow = run(jdist.callbacks.EMA(0.5), jdist.callbacks.EMA(0.9), path=tmp_path / "a", epochs=2)
-    run(jdist.callbacks.EMA(0.5), jdist.callbacks.EMA(0.9), path=tmp_path / "b", epochs=1)
-    patient = jdist.callbacks.EarlyStopping("loss", patience=5)
-    _, resumed_slow, resumed_fast = run(
-        patient, jdist.callbacks.EMA(0.9), jdist.callbacks.EMA(0.5), path=tmp_path / "b", epochs=2
-    )
-    assert_bitwise_equal(resumed_fast.params, fast.params)
-    assert_bitwise_equal(resumed_slow.params, slow.params)
-    # The patience may change: the saved state does not depend on it.
-    run(
-        *[resumed_fast, resumed_slow, jdist.callbacks.EarlyStopping("loss", patience=9)],
-        path=tmp_path / "b",
-        epochs=2,
-    )
+    expected_fast, expected_slow = run(tmp_path / "a", fast, slow, epochs=2)
+    run(tmp_path / "b", fast, slow, epochs=1)
+    _, resumed_slow, resumed_fast = run(tmp_path / "b", stopping, slow, fast, epochs=2)
+    assert_bitwise_equal(resumed_fast.params, expected_fast.params)
+    assert_bitwise_equal(resumed_slow.params, expected_slow.params)
 
 
 @pytest.mark.slow

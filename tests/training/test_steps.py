@@ -76,7 +76,7 @@ def test_step_uses_the_mean_over_all_examples(name, micro_batches, rows, weights
     assert fit.history.rows[0].get("dropped_examples", 0) == np.count_nonzero(weights == 0)
 
 
-@every_split
+@pytest.mark.parametrize("name, micro_batches", SPLITS)
 def test_step_without_padding_weights_uses_the_mean_over_all_examples(name, micro_batches):
     """The dataset drops the remainder, so that batches have no weights."""
     trainer = split_trainer(name)
@@ -359,17 +359,12 @@ NOTHING_LEARNED = {
         {"dropped_examples": 12},
     ),
 }  # fmt: skip
-NOTHING_LEARNED_OPTIONS = [
-    ("mirrored_2", {}),
-    ("mirrored_2", {"steps_per_call": 2}),
-    ("mirrored_2", {"micro_batches": 2}),
-    ("sharded_4", {}),
-]
+OTHER_RUNS = [("mirrored_2", {"steps_per_call": 2}), ("mirrored_2", {"micro_batches": 2}), ("sharded_4", {})]
+RUNS = [*((case, "mirrored_2", {}) for case in NOTHING_LEARNED), *(("skip", *run) for run in OTHER_RUNS)]
 
 
-@pytest.mark.parametrize("case", NOTHING_LEARNED)
-@pytest.mark.parametrize("name, options", NOTHING_LEARNED_OPTIONS)
-def test_run_that_learns_nothing_reports_it_and_no_number(name, case, options, tmp_path):
+@pytest.mark.parametrize("case, name, options", RUNS)
+def test_run_that_learns_nothing_reports_it_and_no_number(case, name, options, tmp_path):
     data, trainer_options, stop_reason, counts = NOTHING_LEARNED[case]
     is_positive = lambda outputs, targets: (jnp.int32(outputs > 0), jnp.int32(targets > 0))
     metrics = {"mae": jdist.metrics.MeanAbsoluteError(), "f1": (jdist.metrics.F1.empty(2), is_positive)}

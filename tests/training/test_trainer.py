@@ -150,9 +150,8 @@ def test_error_of_a_model_or_loss_on_dicts_names_the_data(two, fails_in):
     model = (lambda key, batch: np.zeros(np.shape(jax.tree.leaves(batch)[0])[-1:], np.float32),
              lambda w, batch: inputs(batch) @ w)  # fmt: skip
     wrong = jdist.Trainer(model, optax.sgd(0.1), lambda outputs, targets: outputs - targets.shape[5], strategy=two)
-    with pytest.raises(
-        TypeError, match=r"failed on data that are dicts of 'x', 'y' \(.*A `Trainer` passes all of it to"
-    ) as error:
+    message = r"failed on data that are dicts of 'x', 'y' \(.*A `Trainer` passes all of it to"
+    with pytest.raises(TypeError, match=message) as error:
         wrong.fit({"x": digits()[0], "y": digits()[1]}, batch_size=240, progress="off")
     assert error.value.__cause__ is not None
     with pytest.raises(IndexError):  # on tuples the error is not wrapped
@@ -203,9 +202,8 @@ def test_trainer_is_a_short_text_and_a_table_in_a_notebook(two):
 def test_trainer_is_not_copied_and_cannot_be_pickled(two):
     of_two = trainer(two)
     assert copy.deepcopy(of_two) is of_two
-    with pytest.raises(
-        TypeError, match=r"A Trainer cannot be pickled: .* Create it in the other process, by a function"
-    ):
+    message = r"A Trainer cannot be pickled: .* Create it in the other process, by a function"
+    with pytest.raises(TypeError, match=message):
         pickle.dumps(of_two)
 
 

@@ -1,5 +1,6 @@
 """Validation by steps and of several data sets: rows, events, callbacks, resume."""
 
+import io
 import itertools
 import json
 
@@ -12,6 +13,7 @@ import jdist
 from jdist import callbacks
 from jdist._src.training.report.charts import chart_panels
 
+from laws import each_row
 from small_fits import assert_bitwise_equal
 
 RNG = np.random.default_rng(0)
@@ -173,52 +175,39 @@ def test_early_stopping_judges_by_validations(two):
     assert stopping.best == result.history["val_hard_loss"][0]
 
 
-def test_early_stopping_waits_for_the_first_validation(two):
+def test_early_stopping_compares_a_training_metric_in_each_row_and_waits_for_the_first_validation(two):
+    of_two = trainer(two, optax.sgd(-0.01))
+    stopping = callbacks.EarlyStopping("loss", restore_best=False)
+    assert fit(two, stream(), of_two, steps=40, validate_every=3, callbacks=[stopping]).steps == 6
     result = fit(two, epochs=3, validate_every=20, callbacks=[callbacks.EarlyStopping()])
     assert rows_of(result, "step", "val_loss")[0] == (8, None)
     assert result.steps == 24
 
 
-def test_early_stopping_compares_a_training_metric_in_each_row(two):
-    of_two = trainer(two, optax.sgd(-0.01))
-    stopping = callbacks.EarlyStopping("loss", restore_best=False)
-    result = fit(two, stream(), of_two, steps=40, validate_every=3, callbacks=[stopping])
-    assert result.steps == 6
-
-
-@pytest.mark.slow
-def test_logs_have_a_row_per_validation(two, tmp_path):
+def test_logs_and_displays_and_checkpoints_contain_each_validation(two, tmp_path, monkeypatch):
+    tensorboardX = pytest.importorskip("tensorboardX", reason="tensorboardX is optional and not installed.")
+    scalars = []
+    add_scalar = lambda self, name, value, step: scalars.append((name, step))
+    monkeypatch.setattr(tensorboardX.SummaryWriter, "add_scalar", add_scalar)
     log = callbacks.JSONLog(tmp_path / "log.jsonl", every=4)
-    fit(two, epochs=1, validate_every=5, callbacks=[log])
+    streams = {"lines": io.StringIO(), "live": io.StringIO()}
+    intervals = {"lines": 1e-9, "live": 100}
+    displays = [
+        callbacks.Progress(kind, interval_seconds=intervals[kind], stream=stream) for kind, stream in streams.items()
+    ]
+    with jdist.Checkpointer(tmp_path / "run", every=5, keep=None) as checkpointer:
+        writers = [log, callbacks.TensorBoard(tmp_path / "board"), callbacks.Checkpoint(checkpointer), *displays]
+        fit(two, epochs=1, validate_every=5, callbacks=writers)
+        extra = checkpointer.restore(two, step=5).extra
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [(row["moment"], row["step"], "val_loss" in row) for row in rows] == [
         ("step", 4, False), ("validation", 5, True), ("step", 8, False), ("epoch", 8, True)
     ]  # fmt: skip
-
-
-def test_tensorboard_has_the_values_of_each_validation(two, tmp_path, monkeypatch):
-    tensorboardX = pytest.importorskip("tensorboardX", reason="tensorboardX is optional and not installed.")
-    written = []
-    add = lambda self, name, value, step: written.append((name, step))
-    monkeypatch.setattr(tensorboardX.SummaryWriter, "add_scalar", add)
-    fit(two, epochs=1, validate_every=5, callbacks=[callbacks.TensorBoard(tmp_path)])
-    assert [step for name, step in written if name == "val_loss"] == [5, 8]
-
-
-def test_checkpoint_due_at_a_validation_contains_its_row(two, tmp_path):
-    with jdist.Checkpointer(tmp_path, every=5, keep=None) as checkpointer:
-        fit(two, epochs=1, validate_every=5, callbacks=[callbacks.Checkpoint(checkpointer)])
-        extra = checkpointer.restore(two, step=5).extra
+    assert [step for name, step in scalars if name == "val_loss"] == [5, 8]
     assert [row["step"] for row in extra["history"]] == [5] and "val_loss" in extra["history"][0]
-
-
-@pytest.mark.parametrize("kind", ["lines", "live"])
-def test_progress_shows_each_validation(two, kind, capsys):
-    progress = callbacks.Progress(kind, interval_seconds=1e-9 if kind == "lines" else 100)
-    fit(two, epochs=1, validate_every=3, callbacks=[progress], validation_data={"easy": EASY})
-    lines = [line for line in capsys.readouterr().out.splitlines() if "val_easy_loss" in line]
-    for step in (3, 6, 8):
-        assert any(f"step {step}" in line for line in lines)
+    for stream in streams.values():
+        lines = [line for line in stream.getvalue().splitlines() if "val_loss" in line]
+        assert all(any(f"step {step}" in line for line in lines) for step in (5, 8))
 
 
 def test_report_plots_and_texts_show_named_sets(two, tmp_path):
@@ -242,24 +231,22 @@ def test_labels_of_named_sets_in_a_panel_of_several_metrics():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        (dict(validate_every=0), ValueError, "`validate_every` must be an integer >= 1, got 0"),
-        (dict(validate_every=2.5), TypeError, "`validate_every` must be an integer"),
-        (dict(validate_every=5, validation_data=None), ValueError, "`validate_every=5` needs data to evaluate: pass `val"),
-        (dict(validation_data={}), ValueError, "`validation_data` is an empty mapping"),
-        (dict(validation_data={1: EASY}), TypeError, "sets in `validation_data` must be non-empty strings, got 1"),
-        (dict(validation_data={"": EASY}), ValueError, "sets in `validation_data` must be non-empty strings, got ''"),
-        (dict(validation_data={"a": EASY, "a_b": HARD}), ValueError, "would be named 'val_a_b_loss'. Rename a set"),
-        (dict(validation_data={"easy": lambda step: EASY}), ValueError, r"`validation_data\['easy'\]` is endless"),
-    ],
-)  # fmt: skip
+WRONG_OPTIONS = [
+    (dict(validate_every=0), ValueError, "`validate_every` must be an integer >= 1, got 0"),
+    (dict(validate_every=2.5), TypeError, "`validate_every` must be an integer"),
+    (dict(validate_every=5, validation_data=None), ValueError, "`validate_every=5` needs data to evaluate: pass `val"),
+    (dict(validation_data={}), ValueError, "`validation_data` is an empty mapping"),
+    (dict(validation_data={1: EASY}), TypeError, "sets in `validation_data` must be non-empty strings, got 1"),
+    (dict(validation_data={"": EASY}), ValueError, "sets in `validation_data` must be non-empty strings, got ''"),
+    (dict(validation_data={"a": EASY, "a_b": HARD}), ValueError, "would be named 'val_a_b_loss'. Rename a set"),
+    (dict(validation_data={"easy": lambda step: EASY}), ValueError, r"`validation_data\['easy'\]` is endless"),
+]
+
+
+@each_row("options, error, message", WRONG_OPTIONS, [message for *_, message in WRONG_OPTIONS])
 def test_wrong_options_raise_before_the_first_step(two, options, error, message):
-    of_two = jdist.Trainer(
-        LINE, optax.sgd(0.1), optax.squared_error, strategy=two,
-        metrics={"b_loss": lambda outputs, targets: abs(outputs - targets)},
-    )  # fmt: skip
+    metrics = {"b_loss": lambda outputs, targets: abs(outputs - targets)}
+    of_two = jdist.Trainer(LINE, optax.sgd(0.1), optax.squared_error, strategy=two, metrics=metrics)
     with pytest.raises(error, match=message):
         fit(two, of=of_two, **options)
 
