@@ -84,75 +84,66 @@ def test_replay_names_the_first_update_that_differs(tmp_path):
     write_files(tmp_path, numbers)
     assert run(tmp_path, sys.executable, "count.py").returncode == 0
     log = tmp_path / "run.log"
-    verdicts = {
-        "equal: 25 updates, 3 digests of the state.": (numbers, "run.log", log.read_text(), 0),
-        "differs from update 20: the state was equal after update 10.": (
-            [*numbers[:15], *numbers[10:20]],
-            "run.log",
-            None,
-            1,
-        ),
-        "differs from update 25: the state was equal after update 20.": ([*numbers[:24], 3], "run.log", None, 1),
-        "equal: 20 updates, 2 digests of the state; but the program ended after 20 of 25 updates.": (
-            numbers[:20],
-            "run.log",
-            None,
-            1,
-        ),
-        "equal: 25 updates, 2 digests of the state; but the log has no end: the recorded run was killed, or the file was cut.": (
-            numbers,
-            "run.log",
-            "".join(log.read_text().splitlines(keepends=True)[:-2]),
-            1,
-        ),
-        "the program did not replay this file: it ended before its first step, or records another file.": (
-            numbers,
-            "other.log",
-            None,
-            1,
-        ),
-    }
     recorded = log.read_text()
-    for verdict, (data, name, text, status) in verdicts.items():
+    cut = "".join(recorded.splitlines(keepends=True)[:-2])
+    verdicts = [
+        ("equal: 25 updates, 3 digests of the state.", numbers, "run.log", recorded, 0),
+        (
+            "differs from update 20: the state was equal after update 10.",
+            [*numbers[:15], *numbers[10:20]], "run.log", recorded, 1,
+        ),
+        (
+            "equal: 20 updates, 2 digests of the state; but the program ended after 20 of 25 updates.",
+            numbers[:20], "run.log", recorded, 1,
+        ),
+        (
+            "equal: 25 updates, 2 digests of the state; but the log has no end: the recorded run was killed, or the file was cut.",
+            numbers, "run.log", cut, 1,
+        ),
+        (
+            "the program did not replay this file: it ended before its first step, or records another file.",
+            numbers, "other.log", recorded, 1,
+        ),
+    ]  # fmt: skip
+    for verdict, data, name, text, status in verdicts:
         write_files(tmp_path, data, name)
-        log.write_text(text or recorded)
+        log.write_text(text)
         replay = run(tmp_path, sys.executable, "-m", "jdist", "replay", "run.log")
         assert (replay.returncode, replay.stderr.splitlines()[-1]) == (status, f"jdist replay: {verdict}")
 
 
-def make_log(path, *events):
-    lines = [{"format": 2, "workers": 2, "arguments": [], "folder": "."}, *events]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+@pytest.fixture
+def replaying(tmp_path, monkeypatch):
+    """Returns a function from events, and text after them, to a strategy that replays a log of two workers with these events."""
+
+    def start(*events, text="", workers=2):
+        log = tmp_path / "run.log"
+        lines = [{"format": 2, "workers": 2, "arguments": [], "folder": "."}, *events]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines) + text)
+        monkeypatch.setenv("JDIST_REPLAY", str(log))
+        return jdist.ParameterServerStrategy(workers=workers, record=log)
+
+    return start
 
 
-def test_other_program_is_refused(tmp_path, monkeypatch):
-    log = tmp_path / "run.log"
-    make_log(log, {"start": 0, "worker": 0, "version": 0, "step": "other"}, {"apply": 0})
-    monkeypatch.setenv("JDIST_REPLAY", str(log))
-    strategy = jdist.ParameterServerStrategy(workers=2, record=log)
+def add(total, x):
+    return total + jdist.all_reduce("mean", x), None
 
-    def add(total, x):
-        return total + jdist.all_reduce("mean", x), None
 
-    with pytest.raises(RuntimeError, match=r"event 1 is `other`, call 1, and the program calls `add`, call 1"):
+@pytest.mark.parametrize("events, message", [
+    ([{"start": 0, "worker": 0, "version": 0, "step": "other"}, {"apply": 0}],
+     "event 1 is `other`, call 1, and the program calls `add`, call 1"),
+    ([], "event 1 is the end of the run"),
+], ids=["other", "longer"])  # fmt: skip
+def test_other_program_is_refused(events, message, replaying):
+    strategy = replaying(*events)
+    with pytest.raises(RuntimeError, match=message):
         strategy.step(add)(strategy.put(np.float32(0)), np.float32(1))
 
 
-def test_longer_program_is_refused(tmp_path, monkeypatch):
-    log = tmp_path / "run.log"
-    make_log(log)
-    monkeypatch.setenv("JDIST_REPLAY", str(log))
-    strategy = jdist.ParameterServerStrategy(workers=2, record=log)
-    with pytest.raises(RuntimeError, match="event 1 is the end of the run"):
-        strategy.step(lambda s: (s + 1, None))(strategy.put(np.float32(0)))
-
-
-def test_other_number_of_workers_is_refused(tmp_path, monkeypatch):
-    log = tmp_path / "run.log"
-    make_log(log)
-    monkeypatch.setenv("JDIST_REPLAY", str(log))
+def test_other_number_of_workers_is_refused(replaying):
     with pytest.raises(ValueError, match="recorded with 2 workers, and this strategy has 3"):
-        jdist.ParameterServerStrategy(workers=3, record=log)
+        replaying(workers=3)
 
 
 def test_log_of_another_version_is_refused(tmp_path, capsys):
@@ -169,16 +160,7 @@ def test_file_that_is_not_a_log_is_refused(text, tmp_path, capsys):
     assert "is not a log of `ParameterServerStrategy(record=...)`" in capsys.readouterr().err
 
 
-def test_interrupted_line_is_omitted(tmp_path, monkeypatch):
-    log = tmp_path / "run.log"
-    make_log(log, {"start": 0, "worker": 1, "version": 0, "step": "add"})
-    log.write_text(log.read_text() + '{"app')
-    monkeypatch.setenv("JDIST_REPLAY", str(log))
-    strategy = jdist.ParameterServerStrategy(workers=2, record=log)
-
-    @strategy.step
-    def add(total, x):
-        return total + jdist.all_reduce("mean", x), None
-
-    total, _ = add(strategy.put(np.float32(0)), np.float32(1))
+def test_interrupted_line_is_omitted(replaying):
+    strategy = replaying({"start": 0, "worker": 1, "version": 0, "step": "add"}, text='{"app')
+    total, _ = strategy.step(add)(strategy.put(np.float32(0)), np.float32(1))
     assert float(total) == 1

@@ -20,6 +20,7 @@ from processes.data_worker import (
     DEVICES,
     DIFFERENT_BATCHES,
     DIVIDED,
+    FAILING,
     HOW,
     LENGTHS,
     OPTIONS,
@@ -177,8 +178,7 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing, prefetch", FAILING)
 @pytest.mark.parametrize("name", FAILURES)
 def test_source_that_fails_on_one_process_raises_on_all(name, failing, prefetch, refusals):
     count, position = FAILURES[name]
@@ -195,17 +195,16 @@ def test_source_that_fails_on_one_process_raises_on_all(name, failing, prefetch,
         assert "while reading " + "ab"[failing] in failing_result["error"]
 
 
+SIXTEEN = [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]  # the batches of 8 of the numbers below 16
+
+
 def _assert_examples(results, expected):
     assert results == [{"examples": examples, "error": "none"} for examples in expected]
 
 
-@pytest.mark.parametrize(
-    "key", [f"later/{failing}/{prefetch}" for failing in (0, 1) for prefetch in (0, 2)] + ["later"]
-)
+@pytest.mark.parametrize("key", [f"later/{failing}/{prefetch}" for failing, prefetch in FAILING] + ["later"])
 def test_next_data_set_after_a_failure_is_read(key, refusals):
-    _assert_examples(
-        [process[key] for process in refusals], [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]
-    )
+    _assert_examples([process[key] for process in refusals], SIXTEEN)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +274,7 @@ def test_data_sets_with_different_options_on_each_process_are_refused_on_all(nam
 
 
 def test_processes_may_prefetch_different_numbers_of_batches(refusals):
-    expected = [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]
-    _assert_examples([process["different_prefetch"] for process in refusals], expected)
+    _assert_examples([process["different_prefetch"] for process in refusals], SIXTEEN)
 
 
 def _split(count, size=4):
@@ -379,24 +377,25 @@ def test_source_without_batches_on_one_process_is_refused_on_all(refusals):
     assert second.startswith(empty)
 
 
+FORTY = [[list(range(i, i + 4)) for i in range(4 * number, 40, 8)] for number in (0, 1)]
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_data_set_that_all_processes_stop_early_can_be_read_again(prefetch, refusals):
-    whole = [[list(range(i, i + 4)) for i in range(4 * number, 40, 8)] for number in (0, 1)]
     for key, expected in {
-        "closed": [x[:2] for x in whole],
-        "closed/again": whole,
-        "left/again": whole,
+        "closed": [x[:2] for x in FORTY],
+        "closed/again": FORTY,
+        "left/again": FORTY,
     }.items():
         name, *again = key.split("/")
         _assert_examples([process["/".join([name, str(prefetch), *again])] for process in refusals], expected)
     for time in range(3):
-        _assert_examples([process[f"left/{prefetch}"][time] for process in refusals], [x[:2] for x in whole])
+        _assert_examples([process[f"left/{prefetch}"][time] for process in refusals], [x[:2] for x in FORTY])
 
 
 def test_iterator_closed_while_it_waits_for_another_process_ends_and_the_next_one_is_read(refusals):
-    whole = [[list(range(i, i + 4)) for i in range(4 * number, 40, 8)] for number in (0, 1)]
-    assert [process["closed_while_waiting"][0] for process in refusals] == [whole[0][0], whole[1][0]]
-    _assert_examples([process["closed_while_waiting"][1] for process in refusals], whole)
+    assert [process["closed_while_waiting"][0] for process in refusals] == [FORTY[0][0], FORTY[1][0]]
+    _assert_examples([process["closed_while_waiting"][1] for process in refusals], FORTY)
 
 
 def test_steps_with_collectives_run_while_batches_are_prefetched(refusals):
@@ -416,7 +415,6 @@ def test_iterators_at_different_positions_are_refused_on_all(refusals):
         assert process["different_positions"]["error"].startswith("ValueError")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", ["wrong_on_one", "function_fails"])
 def test_data_set_that_is_invalid_on_one_process_is_refused_on_all_and_the_next_one_is_read(pair, task, tmp_path):
     results = [of_process[task] for of_process in pair.run(TASKS, tmp_path, task)]
@@ -425,6 +423,4 @@ def test_data_set_that_is_invalid_on_one_process_is_refused_on_all_and_the_next_
             assert result[name]["examples"] == [], name
             assert "Error: " in result[name]["error"], name
         later = f"{name}/later" if task == "wrong_on_one" else "later"
-        _assert_examples(
-            [result[later] for result in results], [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]
-        )
+        _assert_examples([result[later] for result in results], SIXTEEN)
