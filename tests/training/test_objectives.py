@@ -124,8 +124,8 @@ def test_eval_params_are_used_in_validation_evaluation_and_prediction(strategy):
     predictions = np.tanh(X @ np.asarray(averaged))
     assert_close(trainer.predict(fitted.state, X, batch_size=EXAMPLES), predictions)
     assert_close(trainer.model(fitted.state), averaged)
-    if isinstance(strategy, jdist.MirroredStrategy):
-        assert_close(jax.jit(trainer.apply)(fitted.state, X), predictions)
+    for apply in (trainer.apply, jax.jit(trainer.apply)):
+        assert_close(apply(fitted.state, X), predictions)
 
 
 def test_eval_params_with_other_leaves_raise(two):

@@ -167,8 +167,6 @@ MAPS = {
 @pytest.mark.parametrize("kind", KINDS)
 @each_row("name", MAPS)
 def test_map_computes_the_function_of_each_part_on_its_devices(name, kind, strategy):
-    if (kind, name) == ("Sharded", "constant"):
-        return  # a constant is not split
     fn = MAPS[name]
     value = strategy.put(_value(kind, _numbers(strategy)))
     mapped = value.map(fn)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdist._src.devices.mesh import HOST_MEMORY
-from jdist._src.values.array_checks import is_on_mesh, mesh_of
+from jdist._src.values.array_checks import is_in_host_memory, is_on_mesh, mesh_of
+from jdist._src.values.array_copies import to_device_memory
 
 _MULTIPLIER = np.uint32(0x9E3779B1)
 _WORD = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
@@ -46,19 +46,15 @@ def _group_key(x: Any, index: int) -> Any:
     """
     if not isinstance(x, jax.Array):
         return None
-    return index if _is_in_host_memory(x) else mesh_of(x) if is_on_mesh(x) else x.sharding
+    return index if is_in_host_memory(x) else mesh_of(x) if is_on_mesh(x) else x.sharding
 
 
 def _device_words(x: Any) -> Any:
     """Returns `x` in device memory. A numpy array of 64-bit numbers becomes 32-bit words: JAX may disable 64-bit types."""
-    if _is_in_host_memory(x):
-        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    if is_in_host_memory(x):
+        return to_device_memory(x)
     is_wide = isinstance(x, np.ndarray) and x.dtype.itemsize >= 8 and x.dtype.kind in "iufc"
     return np.ascontiguousarray(x).reshape(-1).view(np.uint32) if is_wide else x
-
-
-def _is_in_host_memory(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY
 
 
 @jax.jit

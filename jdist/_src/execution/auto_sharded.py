@@ -21,6 +21,7 @@ from jdist._src.execution.placement_stages import PlacedResults
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Results
 from jdist._src.jaxpr.single_replica import eliminate_collectives
+from jdist._src.values.array_copies import to_device_memory
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateSharding
@@ -43,7 +44,7 @@ class AutoShardedBackend(Backend):
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
         state, inputs = function.unwrapped[: function.num_state], function.items[function.num_state :]
-        arguments = jax.tree.leaves(jax.tree.map(_to_device, [*state, *map(self._constrain_batch, inputs)]))
+        arguments = jax.tree.leaves(jax.tree.map(to_device_memory, [*state, *map(self._constrain_batch, inputs)]))
         (axis,) = self.replicas.axes
         return results.to_blocks(results.as_trees(eliminate_collectives(program, axis, arguments)))
 
@@ -83,15 +84,8 @@ def _constrain(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
 
 def _constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
     if sharding.memory_kind != HOST_MEMORY:
-        return lax.with_sharding_constraint(_to_device(x), sharding)
+        return lax.with_sharding_constraint(to_device_memory(x), sharding)
     # First the sharding and then the memory, so that each device copies its part.
-    return jax.device_put(lax.with_sharding_constraint(_to_device(x), sharding.with_memory_kind("device")), sharding)
-
-
-def _to_device(x: Any) -> Any:
-    """Returns `x`, which may be stored in host memory, in device memory with the same sharding."""
-    return jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x
-
-
-def _is_on_host(x: Any) -> bool:
-    return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+    return jax.device_put(
+        lax.with_sharding_constraint(to_device_memory(x), sharding.with_memory_kind("device")), sharding
+    )

@@ -30,6 +30,7 @@ from jdist._src.execution.traced import Results
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.update_partition import JaxprPart
+from jdist._src.values.array_checks import is_in_host_memory
 from jdist._src.values.base import is_distributed
 from jdist._src.values.state_sharding import StateSharding
 
@@ -73,7 +74,7 @@ class HostOffloadBackend(Backend):
             jaxpr,
             [Input("", self.replicas.axes if _is_varying(operand.wrapper) else ()) for operand in operands.values()],
             self.replicas.axes,
-            remote=[var for var, operand in operands.items() if operand.is_state and _is_on_host(operand.value)],
+            remote=[var for var, operand in operands.items() if operand.is_state and is_in_host_memory(operand.value)],
             per_replica=[atom for atom, wrapper in zip(jaxpr.outvars, wrappers, strict=True) if _is_varying(wrapper)],
             num_state=sum(operand.is_state for operand in operands.values()),
         )
@@ -146,12 +147,12 @@ class HostOffloadBackend(Backend):
     def _split(self, x: Any, memory: str) -> Any:
         """Returns `x` in that memory, split as an offloaded leaf. A copy between host and device moves each device's part."""
         part = self._rules.array_sharding(x)
-        x = x if _is_on_host(x) else lax.with_sharding_constraint(x, part)
-        return jax.device_put(x, part.with_memory_kind(memory)) if _is_on_host(x) or memory == HOST_MEMORY else x
+        x = x if is_in_host_memory(x) else lax.with_sharding_constraint(x, part)
+        return jax.device_put(x, part.with_memory_kind(memory)) if is_in_host_memory(x) or memory == HOST_MEMORY else x
 
     def _replicated(self, x: Any) -> Any:
         """Returns `x` replicated on the devices if it is in host memory, else `x`."""
-        if not _is_on_host(x):
+        if not is_in_host_memory(x):
             return x
         return lax.with_sharding_constraint(self._split(x, "device"), self.replicas.replicated_sharding)
 
@@ -159,7 +160,7 @@ class HostOffloadBackend(Backend):
         def constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
             if sharding.memory_kind == HOST_MEMORY:
                 return self._split(x, HOST_MEMORY)
-            return lax.with_sharding_constraint(self._split(x, "device") if _is_on_host(x) else x, sharding)
+            return lax.with_sharding_constraint(self._split(x, "device") if is_in_host_memory(x) else x, sharding)
 
         leaves, treedef = jax.tree.flatten(tree)
         return treedef.unflatten(map(constrain_leaf, leaves, shardings))
@@ -175,7 +176,3 @@ def _argument_leaves(function: ReplicaFunction) -> list[_Operand]:
 
 def _is_varying(wrapper: Any) -> bool:
     return wrapper is not None and not wrapper._is_replicated
-
-
-def _is_on_host(x: Any) -> bool:
-    return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host

@@ -65,6 +65,7 @@ from jdist._src.training.step_inputs import (
     validation_sets,
 )
 from jdist._src.training.steps import StepFunctions, TrainCarry
+from jdist._src.values.array_copies import to_device_memory
 from jdist._src.values.base import is_distributed
 
 
@@ -455,7 +456,10 @@ class Trainer:
             >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
             [3.0, 3.0]
         """
-        return self._functions.outputs(model_variables(state, self._eval_params), inputs)
+        on_devices = functools.partial(jax.tree.map, to_device_memory)
+        eval_params = self._eval_params
+        run = None if eval_params is None else lambda *args: eval_params(*on_devices(args))
+        return self._functions.outputs(on_devices(model_variables(state, run)), inputs)
 
     def model(self, state: PyTree) -> Any:
         """Returns the model with the values of a training state, on the default device, as a function of inputs `[batch, ...]`.

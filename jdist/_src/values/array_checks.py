@@ -24,6 +24,11 @@ def is_on_mesh(leaf: object) -> bool:
     return is_device_array(leaf) and isinstance(leaf.sharding, NamedSharding)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def is_in_host_memory(x: Any) -> bool:
+    """Returns whether an array or a traced value is in the host memory of its devices, as a state in central storage."""
+    return isinstance(x, jax.Array) and getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
+
+
 def check_array(name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is not a number or an array of numbers."""
     check_not_ref(name, leaf)

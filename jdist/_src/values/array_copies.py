@@ -12,10 +12,15 @@ from jax.sharding import NamedSharding, Sharding
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, replicated_sharding, spans_devices
-from jdist._src.values.array_checks import is_device_array, is_on_mesh, mesh_of
+from jdist._src.values.array_checks import is_device_array, is_in_host_memory, is_on_mesh, mesh_of
 from jdist._src.values.remote_array import materialize
 
 T = TypeVar("T")
+
+
+def to_device_memory(x: Any) -> Any:
+    """Returns `x`, which may be in host memory, in device memory with the same sharding. It may be traced."""
+    return jax.device_put(x, jax.memory.Space.Device) if is_in_host_memory(x) else x
 
 
 def device_put_copy(x: Any, sharding: Sharding) -> jax.Array:

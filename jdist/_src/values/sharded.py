@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
-from jdist._src.devices.mesh import spans_devices
+from jdist._src.devices.mesh import replicated_sharding, spans_devices
 from jdist._src.values.array_checks import is_on_mesh
 from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.base import DistributedValues, cast_without_loss
@@ -85,7 +85,8 @@ class Sharded(DistributedValues):
         """
         sharding = jax.tree.leaves(self._placed_tree())[0].sharding
         if spans_devices(sharding.mesh):
-            return Sharded(jax.jit(fn)(self.tree))
+            on_mesh = lambda x: x if is_on_mesh(x) else device_put_copy(x, replicated_sharding(sharding.mesh))
+            return Sharded(jax.tree.map(on_mesh, jax.jit(fn)(self.tree)))
         per_shard = jax.shard_map(
             fn, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
         )
