@@ -26,9 +26,9 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def enter(tmp_path_factory):
+def enter():
     """Returns the command in front of a command that runs beside a Ray cluster of one node with two CPUs."""
-    with ray_cluster(tmp_path_factory.mktemp("ray"), num_cpus=2, store_bytes=80_000_000) as prefix:
+    with ray_cluster(num_cpus=2, store_bytes=80_000_000) as prefix:
         yield prefix
 
 

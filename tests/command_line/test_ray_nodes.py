@@ -17,11 +17,10 @@ NODE = {"num_cpus": 1, "store_bytes": 80_000_000}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    """Returns the command in front of a command that runs beside a Ray cluster of one node with one CPU, and its folder."""
-    folder = tmp_path_factory.mktemp("ray")
-    with ray_cluster(folder, **NODE) as prefix:
-        yield prefix, folder
+def prefix():
+    """Returns the command in front of a command that runs beside a Ray cluster of one node with one CPU."""
+    with ray_cluster(**NODE) as prefix:
+        yield prefix
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +80,9 @@ def undisturbed(launch):
     ids=["restarts", "elastic"],
 )
 def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
-    cluster, launch, undisturbed, options, continues, reason, request
+    prefix, launch, undisturbed, options, continues, reason, request
 ):
-    prefix, ray_folder = cluster
-    with ray_node(prefix, ray_folder, **NODE) as node:
+    with ray_node(prefix, **NODE) as node:
         launcher, folder = launch(prefix, f"--engine ray {options}", request.node.callspec.id, "saves", "slow")
         errors = folder / "errors"
         read_until(launcher.stdout, "[0] trains from step", "[1] trains from step")
@@ -93,7 +91,7 @@ def test_training_continues_after_a_node_was_lost_and_ends_with_the_same_bits(
         lines = read_until(launcher.stdout, "of attempt 1", "trains from step")
         assert not any(line.startswith("[1] pid") for line in lines if "of attempt 1" in line)
     assert has_nodes(prefix, 1)
-    with ray_node(prefix, ray_folder, **NODE):
+    with ray_node(prefix, **NODE):
         output, _ = launcher.communicate(timeout=200)
         assert launcher.returncode == 0, errors.read_text()
     assert reason in errors.read_text()

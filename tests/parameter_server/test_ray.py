@@ -22,9 +22,9 @@ FOLDER = pathlib.Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def call(tmp_path_factory):
+def call():
     """Returns a function that calls a function of `ray_cases.py` in a process beside the cluster."""
-    with ray_cluster(tmp_path_factory.mktemp("ray"), num_cpus=16, store_bytes=400_000_000) as prefix:
+    with ray_cluster(num_cpus=16, store_bytes=400_000_000) as prefix:
         read, write = os.pipe()
         paths = os.pathsep.join([environment()["PYTHONPATH"], str(FOLDER), str(FOLDER.parent / "kit")])
         process = subprocess.Popen(

@@ -16,7 +16,7 @@ from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.training.events import Callback, Event, Moment
 from jdist._src.training.state_copies import from_saved, to_saved
-from jdist._src.values.array_copies import call_donating
+from jdist._src.values.array_copies import call_donating, to_device_memory
 
 
 def _params(state: PyTree) -> PyTree:
@@ -181,18 +181,14 @@ def _mix(
         return (1 - weight) * average + weight * param.astype(average.dtype)
 
     triples = zip(averages, params, shardings, strict=True)
-    return [_to_storage(mix(_to_device(x, sharding), _to_device(y, sharding)), sharding) for x, y, sharding in triples]
+    return [_to_storage(mix(to_device_memory(x), to_device_memory(y)), sharding) for x, y, sharding in triples]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _cast_leaves(leaves: Sequence[jax.Array], dtypes: Sequence[Any], shardings: Sequence[Sharding]) -> list[jax.Array]:
     cast = lambda x, dtype: jnp.copy(x) if x.dtype == dtype else x.astype(dtype)
     triples = zip(leaves, dtypes, shardings, strict=True)
-    return [_to_storage(cast(_to_device(x, sharding), dtype), sharding) for x, dtype, sharding in triples]
-
-
-def _to_device(x: jax.Array, storage: Sharding) -> jax.Array:
-    return jax.device_put(x, storage.with_memory_kind("device")) if storage.memory_kind == HOST_MEMORY else x
+    return [_to_storage(cast(to_device_memory(x), dtype), sharding) for x, dtype, sharding in triples]
 
 
 def _to_storage(x: jax.Array, storage: Sharding) -> jax.Array:

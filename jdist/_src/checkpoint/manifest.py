@@ -65,6 +65,11 @@ class StoredArray:
         data = jax.eval_shape(lambda: jax.random.key_data(self._make_key()))
         return jax.ShapeDtypeStruct(self.shape + data.shape, data.dtype)
 
+    @property
+    def bytes(self) -> int:
+        """The size in memory."""
+        return math.prod(self.bits.shape) * self.bits.dtype.itemsize
+
     @classmethod
     def of(cls, number: int, path: str, x: Any, wrapper: str, fingerprint: int) -> "StoredArray":
         """Returns the description of an array on the devices or on the host."""
@@ -113,7 +118,7 @@ def make_manifest(
             "seed": seed,
             "data_position": position,
             "metrics": dict(metrics),
-            "bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in (array.bits for array in arrays)),
+            "bytes": sum(array.bytes for array in arrays),
             "leaves": [
                 {name: value for name, value in dataclasses.asdict(array).items() if value is not None}
                 for array in arrays
@@ -149,10 +154,10 @@ def to_text(manifest: Mapping[str, Any]) -> str:
           ]
         }
     """
-    leaves = ",".join(f"\n    {json.dumps(leaf)}" for leaf in manifest["leaves"])
-    texts = {name: json.dumps(value) for name, value in manifest.items() if name != "leaves"}
-    texts["leaves"] = f"[{leaves}\n  ]" if leaves else "[]"
-    lines = [f'  "{name}": {texts[name]}' for name in manifest]
+    lines = [
+        f'  "{name}": {_leaf_lines(value) if name == "leaves" else json.dumps(value)}'
+        for name, value in manifest.items()
+    ]
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
@@ -213,6 +218,10 @@ def checked_json(name: str, value: Any) -> Any:
             f"`{name}` is saved as JSON, which returns {one_line(copy)} for {one_line(value)}. Pass {one_line(copy)}."
         )
     return copy
+
+
+def _leaf_lines(leaves: Sequence[Mapping[str, Any]]) -> str:
+    return "[" + ",".join(f"\n    {json.dumps(leaf)}" for leaf in leaves) + ("\n  ]" if leaves else "]")
 
 
 def _sharding_text(x: Any) -> str:

@@ -107,9 +107,7 @@ class TPUClusterResolver(SimpleClusterResolver):
             raise ValueError(f"`timeout_seconds` must be a finite number > 0, got {timeout_seconds}.")
         variables = os.environ if environ is None else environ
         settings = _from_variables(variables)
-        processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
-        is_known = processes is not None and ("," not in processes.text or any(name in settings for name in _IDS))
-        queries_server = not is_known and _SKIP not in variables
+        queries_server = not _identify_process(settings) and _SKIP not in variables
         if queries_server:
             settings = _from_metadata(_server(variables), timeout_seconds) | settings
         addresses, source = _addresses(settings, variables)
@@ -151,6 +149,12 @@ def _from_variables(variables: _Variables) -> _Settings:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{_PATH} is {path.text!r}, which cannot be read: {error}") from error
     return settings
+
+
+def _identify_process(settings: _Settings) -> bool:
+    """Whether `settings` contain the processes of the slice and, if there are several, the index of this one."""
+    processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
+    return processes is not None and ("," not in processes.text or any(name in settings for name in _IDS))
 
 
 def _addresses(settings: _Settings, variables: _Variables) -> tuple[tuple[str, ...], str]:

@@ -70,22 +70,13 @@ def dataset_from_source(
             raise ValueError(f"The source reads one shard of the data: {shard}. {SAME_SOURCE}")
         if not isinstance(buckets, Buckets | None):
             raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {one_line(buckets)}.")
-        is_files = isinstance(local_source, Files)
-        adapted = (
-            local_source if is_files else source_of(local_source, batch_size is None, bool(shuffle), seed, buckets)
-        )
+        adapted = local_source
+        if not isinstance(adapted, Files):
+            adapted = source_of(local_source, batch_size is None, bool(shuffle), seed, buckets)
         size = None if batch_size is None else int(batch_size)  # numpy integers are not JSON-able
         is_shuffled = not isinstance(adapted, (Stream, Files)) if shuffle is None else bool(shuffle)
         config = InputConfig(
-            adapted,
-            size,
-            is_shuffled,
-            int(seed),
-            epochs,
-            remainder,
-            own_source,
-            buckets=buckets,
-            warn=functools.cache(_log.warning),
+            adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, buckets=buckets, warn=_warn_once()
         )
         _check_batches(config, share)
         shards = share.num_pipelines if own_source or policy is AutoShardPolicy.FILE else 1
@@ -143,7 +134,7 @@ def dataset_from_function(
             own_source=True,
             replica_batches=True,
             has_rows=batched,
-            warn=functools.cache(_log.warning),
+            warn=_warn_once(),
         )
         return DistributedDataset(
             config, share.num_pipelines, replicas, prefetch
@@ -215,6 +206,10 @@ def _describe_source(config: InputConfig, share: ProcessShare) -> str:
     if isinstance(config.source, Arrays):
         return f"{len(config.source)} examples of {describe_row(config.source.take(np.zeros(1, int), ''))}"
     return f"{config.num_examples(share)} examples"
+
+
+def _warn_once() -> Callable[[str], None]:
+    return functools.cache(_log.warning)
 
 
 def _resolve_policy(policy: AutoShardPolicy, source: Any, processes: int) -> AutoShardPolicy:

@@ -127,16 +127,20 @@ def stream_of_files(
                     # Shard numbers after the number of files, because shard 0 is the order of the files.
                     indices = ExampleOrder(len(source), shuffle, seed, len(files.paths) + number).epoch(epoch)[first:]
                     # Each example has its own width: in a chunk they would be padded to the largest one.
-                    size = _CHUNK if buckets is None else 1
-                    for chunk in (indices[i : i + size] for i in range(0, len(indices), size)):
-                        rows = source.take(chunk, "")
-                        yield from (jax.tree.map(lambda x, i=i: x[i], rows) for i in range(len(chunk)))
+                    yield from _take_in_chunks(source, indices, _CHUNK if buckets is None else 1)
                     first = max(0, first - len(source))
             except Exception as error:
                 error.add_note(f"while reading {files.paths[number]}")
                 raise
 
     return Stream(start, batches, reuses_buffers=True)
+
+
+def _take_in_chunks(source: Indexed, indices: np.ndarray, size: int) -> Iterator[Any]:
+    for start in range(0, len(indices), size):
+        chunk = indices[start : start + size]
+        rows = source.take(chunk, "")
+        yield from (jax.tree.map(lambda array, i=i: array[i], rows) for i in range(len(chunk)))
 
 
 def _is_list_of_batches(source: Any) -> bool:

@@ -42,6 +42,12 @@ class EndTimes(NamedTuple):
     report_seconds: float = 5.0
     exit_seconds: float = math.inf
 
+    def seconds_after(self, status: int) -> float:
+        """Returns the time between SIGTERM and SIGKILL for the other processes after an exit status."""
+        if status == PREEMPTED:
+            return self.save_seconds
+        return max(self.grace_seconds, self.report_seconds) if status == HUNG else self.grace_seconds
+
 
 class Failure(NamedTuple):
     """The first failure of an attempt.
@@ -174,17 +180,14 @@ class EndRules:
         """
         if status and process.status is None and status != PREEMPTED and not self._signals:
             self._exit_deadlines.setdefault(process.index, time.monotonic() + self._times.exit_seconds)
-        is_by_signal = -status in self._signals or self._is_killed_by_user()
-        is_by_signal |= status == PREEMPTED and bool(self._signals)
-        if status and self._failure is None and not self._is_ending and not is_by_signal:
-            self._note_failure(process, status, reason)
+        if status == 0 or self._failure is not None or self._is_ending or self._is_end_by_signal(status):
+            return
+        self._note_failure(process, status, reason)
 
     def _note_failure(self, process: RunningProcess, status: int, reason: str) -> None:
         failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()), reason)
         others = [other for other in self._running() if other is not process]
-        times = self._times
-        long_seconds = {PREEMPTED: times.save_seconds, HUNG: max(times.grace_seconds, times.report_seconds)}
-        seconds = long_seconds.get(status, times.grace_seconds)
+        seconds = self._times.seconds_after(status)
         if others:
             self._announce_end(f"{failure.description}. The other processes of this command", len(others), seconds)
         self._failure = failure
@@ -287,6 +290,10 @@ class EndRules:
     def _kill(self) -> None:
         for process in self._processes:
             process.send_signal(signal.SIGKILL, True)
+
+    def _is_end_by_signal(self, status: int) -> bool:
+        """Whether a process with this exit status has ended because of a signal that was forwarded."""
+        return -status in self._signals or self._is_killed_by_user() or (status == PREEMPTED and bool(self._signals))
 
     def _is_killed_by_user(self) -> bool:
         return self._signals.count(signal.SIGINT) > 1
