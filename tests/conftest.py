@@ -38,6 +38,16 @@ def two():
     return STRATEGIES["mirrored_2"]()
 
 
+@pytest.fixture
+def frozen_heap():
+    """Excludes everything that exists before the test from the collections in it, which would take more than a second each.
+
+    Garbage first: it would never be freed, and an iterator in it would keep its thread until the process ends.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def keras(tmp_path_factory):
     """Returns Keras with JAX as its backend. The environment variables are restored."""

@@ -8,11 +8,7 @@ import pytest
 
 from jdist._src.core.identity_cache import IdentityCache
 
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_heap():
-    """Excludes the objects of other tests from garbage collection, which would take more than a second per call."""
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("frozen_heap")
 
 
 class Model:

@@ -22,32 +22,13 @@ import pytest
 import jdist
 from jdist._src.data.sources import Arrays
 
+from input_threads import PATIENCE, input_threads, until, until_no_thread_is_left
 from laws import STRATEGIES, among, arrays, assert_resumes_at_every_batch, each_row, example_numbers, resumed
 
 few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
 every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
 SIZE, COUNT = 6, 27
-PATIENCE = 30  # seconds until a test fails
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    _no_threads()
-
-
-def _threads():
-    return [thread for thread in threading.enumerate() if thread.name == "jdist input"]
-
-
-def _no_threads():
-    if _threads():
-        gc.collect()  # the objects that an error references
-    end = time.monotonic() + PATIENCE
-    while _threads() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert _threads() == []
 
 
 class _Source:
@@ -406,7 +387,7 @@ def test_batches_do_not_depend_on_prefetch(kind, strategy):
 def test_arrays_and_prefetch_0_do_not_start_a_thread(kind, prefetch, two):
     iterator = iter(_dataset(two, kind, prefetch=prefetch))
     next(iterator)
-    assert _threads() == []
+    assert input_threads() == []
     iterator.close()
 
 
@@ -414,7 +395,7 @@ def test_source_is_not_read_before_the_first_batch_is_requested(two):
     source = _Source()
     iterator = iter(two.distribute_dataset(source, SIZE))
     iterator.get_state()
-    assert (source.given, _threads()) == (0, [])
+    assert (source.given, input_threads()) == (0, [])
     iterator.close()
 
 
@@ -435,10 +416,7 @@ def test_at_most_prefetch_batches_are_read_ahead(prefetch, two):
     for number in range(12):
         taken = number
         next(iterator)
-        end = time.monotonic() + PATIENCE
-        while source.given < number + 1 + prefetch and time.monotonic() < end:
-            time.sleep(0.001)
-        assert source.given == number + 1 + prefetch  # the limit of prefetching
+        until(lambda given=number + 1 + prefetch: source.given == given)  # the limit of prefetching
     time.sleep(0.05)
     assert source.given == 12 + prefetch
     assert not Counted.late.is_set()  # and it is never exceeded
@@ -505,7 +483,7 @@ def test_closed_iterator_has_neither_batches_nor_thread_nor_open_source(taken, p
         next(iterator)
     state = iterator.get_state()
     iterator.close()
-    assert _threads() == []
+    assert input_threads() == []
     assert source.ended == (taken > 0)
     assert [next(iterator, None) for _ in range(2)] == [None, None]
     assert iterator.get_state() == state
@@ -513,7 +491,7 @@ def test_closed_iterator_has_neither_batches_nor_thread_nor_open_source(taken, p
     iterator.set_state(state)  # a new loop opens the source again
     assert example_numbers([next(iterator)]) == _epoch(24)[taken : taken + 1]
     iterator.close()
-    assert _threads() == []
+    assert input_threads() == []
 
 
 def test_iterator_closed_by_another_thread_releases_a_waiting_one(two):
@@ -560,14 +538,14 @@ def test_loops_left_early_end_their_threads_and_sources(leave, prefetch, two):
     for source in sources:
         leave(iter(two.distribute_dataset(source, SIZE, epochs=None, prefetch=prefetch)))
     gc.collect()
-    _no_threads()
+    until_no_thread_is_left()
     assert [source.ended for source in sources] == [1] * 8
 
 
 def test_referenced_exhausted_iterator_does_not_have_a_thread(two):
     iterator = iter(two.distribute_dataset(_Source(24), SIZE))
     assert example_numbers(iterator) == _epoch(24)
-    _no_threads()
+    until_no_thread_is_left()
     assert next(iterator, None) is None
 
 
@@ -589,7 +567,7 @@ def test_error_in_the_source_follows_the_batches_before_it_with_its_own_tracebac
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names[-1] == "_examples_of_this_source"
     assert next(iterator, None) is None
-    _no_threads()
+    until_no_thread_is_left()
 
 
 @each_row("prefetch", [0, 2])

@@ -1,6 +1,5 @@
 """Prefetching of items, in a thread or inline."""
 
-import gc
 import threading
 import time
 import traceback
@@ -11,29 +10,11 @@ import pytest
 
 from jdist._src.data.prefetch import Inline, Threaded
 
+from input_threads import PATIENCE, input_threads, until
+
 few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
-PATIENCE = 30  # seconds until a test fails
 KINDS = {"inline": Inline, "threaded": Threaded}
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-
-
-def _threads():
-    return [thread for thread in threading.enumerate() if thread.name == "jdist input"]
-
-
-def _until(happened):
-    end = time.monotonic() + PATIENCE
-    while not happened() and time.monotonic() < end:
-        time.sleep(0.001)
-    assert happened()
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    if _threads():
-        gc.collect()
-    _until(lambda: not _threads())
 
 
 def _making(count, fails=None, log=None):
@@ -124,7 +105,7 @@ def test_interrupt_while_items_are_made_loses_none():
 def test_ready_after_an_item_is_made(kind):
     items = kind(_making(3), 1)
     items.take()
-    _until(items.ready)
+    until(items.ready)
     assert (items.take(), items.take()) == (1, 2)
     items.close()
 
@@ -153,7 +134,7 @@ def test_close_at_any_time_ends_the_items_and_can_be_repeated(kind, depth, taken
         assert items.take() == number
     for _ in range(3):
         items.close()
-    assert _threads() == []
+    assert input_threads() == []
     assert log[-1:] == ["closed"] or log == []  # a generator that was not started is not closed
     assert log.count("closed") <= 1
     assert not log or len(log) - 1 <= taken + depth
@@ -178,7 +159,7 @@ def test_close_while_an_item_is_made_waits_for_it_and_closes_the_generator():
     assert busy.wait(PATIENCE)
     closing = threading.Thread(target=items.close, daemon=True)
     closing.start()
-    _until(lambda: items._stop.is_set())
+    until(lambda: items._stop.is_set())
     go.set()
     closing.join(PATIENCE)
     assert not closing.is_alive()
@@ -197,9 +178,9 @@ def test_generator_that_polls_should_stop_ends_when_the_items_are_deleted():
 
     items = Threaded(make, 1)
     assert begun.wait(PATIENCE)
-    assert len(_threads()) == 1
+    assert len(input_threads()) == 1
     del items
-    _until(lambda: not _threads())
+    until(lambda: not input_threads())
 
 
 def test_two_consumer_threads_share_the_items():

@@ -8,8 +8,7 @@ from local_workers import until, worker_threads
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left(request):
-    gc.freeze()  # excludes everything that exists before the test from the collections after it
+def no_thread_is_left(request, frozen_heap):
     yield
     request.node.funcargs.pop("coordinator", None)  # pytest references it until after this
     until(_no_worker_threads)

@@ -321,10 +321,8 @@ def _resident():
 
 
 @pytest.mark.slow
-def test_memory_of_run_does_not_grow_with_the_number_of_functions(two):
+def test_memory_of_run_does_not_grow_with_the_number_of_functions(two, frozen_heap):
     resident = []
-    gc.collect()
-    gc.freeze()  # what earlier tests have left
     for number in range(400):
         two.run(lambda x: x + 1, (1.0,))  # a new function each time; their program is the same, and compiled once
         if number % 20 == 19:
