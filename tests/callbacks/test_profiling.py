@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from training.small_fits import digits, trainer
 
 from jdist import callbacks
 
@@ -15,6 +16,7 @@ from small_loop import idle, place, train
 
 HERE = pathlib.Path(__file__).parent
 ONE = place("one_device")
+DATA = tuple(array[:60] for array in digits())
 
 
 @pytest.fixture
@@ -69,9 +71,12 @@ def test_trace_is_ended_if_a_callback_raises(calls, tmp_path):
 
 
 def test_steps_that_are_not_reached_warn(calls, tmp_path):
-    with pytest.warns(UserWarning, match="Steps 50 to 60 were not traced: training ended after step 6"):
-        train(ONE, [callbacks.Profile(tmp_path, start=50, stop=60)], state=0, call=idle)
+    with pytest.warns(UserWarning, match="Steps 50 to 60 were not traced: training ended after step 2") as caught:
+        trainer(ONE).fit(
+            DATA, batch_size=30, callbacks=[callbacks.Profile(tmp_path, start=50, stop=60)], progress="off"
+        )
     assert calls == []
+    assert [warning.filename for warning in caught] == [__file__]  # the line that calls `fit`
 
 
 @pytest.mark.slow

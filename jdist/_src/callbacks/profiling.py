@@ -8,6 +8,7 @@ import jax
 
 from jdist._src.callbacks.arguments import as_local_path, make_directory
 from jdist._src.core.arguments import as_int
+from jdist._src.core.source_lines import levels_to_user
 from jdist._src.training.events import Callback, Event, Moment
 
 
@@ -59,7 +60,7 @@ class Profile(Callback):
                 if not self._is_tracing and not self._is_done:
                     warnings.warn(
                         f"Steps {self.start} to {self.stop} were not traced: training ended after step {event.step}.",
-                        stacklevel=2,
+                        stacklevel=levels_to_user(),
                     )
                 self.close()
 
