@@ -1,9 +1,7 @@
 """Exchanges of messages: the number of requests, the keys that remain, and waits that cannot end, with JAX's real store."""
 
 import collections
-import contextlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +10,8 @@ import pytest
 
 from jdist._src.core import process_messages
 from jdist._src.core.process_messages import MessageExchange, numbered_name
+
+from coordination import connect, coordination_service
 
 _CLIENT = """
 import sys, time
@@ -23,33 +23,10 @@ time.sleep(600)
 """
 
 
-@contextlib.contextmanager
-def _service(num_clients, **options):
-    """Starts JAX's coordination service, and yields its address."""
-    from jax._src.lib import _jax
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    service = _jax.get_distributed_runtime_service(address, num_clients, **options)
-    yield address
-    service.shutdown()
-
-
-def _client(address, index=0, **options):
-    from jax._src.lib import _jax
-
-    client = _jax.get_distributed_runtime_client(
-        address, index, init_timeout=60, shutdown_on_destruction=False, **options
-    )
-    client.connect()
-    return client
-
-
 @pytest.fixture(scope="module")
 def client():
-    with _service(1) as address:
-        client = _client(address)
+    with coordination_service(1) as address:
+        client = connect(address)
         yield client
         client.shutdown()
 
@@ -176,9 +153,9 @@ def test_wait_for_a_process_that_has_ended_is_an_error_that_names_its_error(clie
 @pytest.mark.slow
 def test_wait_for_a_lost_process_is_an_error_where_the_processes_are_recoverable(monkeypatch):
     monkeypatch.setattr(process_messages, "are_recoverable", lambda: True)
-    with _service(2, recoverable=True, heartbeat_timeout=10) as address:
+    with coordination_service(2, recoverable=True, heartbeat_timeout=10) as address:
         other = subprocess.Popen([sys.executable, "-c", _CLIENT, address])
-        client = _client(address, heartbeat_timeout=10)
+        client = connect(address, heartbeat_timeout=10)
         client.blocking_key_value_get("started", 60_000)
         exchange = MessageExchange(numbered_name("test/lost"), 0, 2, "the save", store=client)
         other.kill()

@@ -1,8 +1,13 @@
-"""Which processes can never continue, from the statuses of all of them."""
+"""Which processes can never continue, from the statuses of all of them, and two that decide at once, with JAX's real store."""
 
+import json
+
+import jax
 import pytest
 
-from jdist._src.faults.status_board import Status, awaited_processes, stuck_processes
+from jdist._src.faults.status_board import Decision, Status, StatusBoard, awaited_processes, stuck_processes
+
+from coordination import connect, coordination_service
 
 
 def status(launches=0, awaits=None, program="step", **others):
@@ -49,3 +54,37 @@ def test_awaited_processes_are_those_that_have_not_launched_the_program():
     statuses = dict(enumerate([in_step(4), in_step(4), status(3), ENDED]))
     assert awaited_processes(0, statuses) == {2, 3}
     assert awaited_processes(2, statuses) == set()
+
+
+class StoreWithDecision:
+    """A store in which process 0 decides after the first read of the statuses. Mutable: it counts the reads."""
+
+    def __init__(self, client):
+        self._client, self.num_reads = client, 0
+
+    def __getattr__(self, method):
+        return getattr(self._client, method)
+
+    def key_value_dir_get(self, prefix):
+        entries = self._client.key_value_dir_get(prefix)
+        if prefix == "jdist/status/":
+            self.num_reads += 1
+            if self.num_reads == 1:
+                self.key_value_set("jdist/decisions/end", json.dumps(Decision(0, [], "decided")))
+        return entries
+
+
+@pytest.mark.parametrize("needs_answers", [True, False])
+def test_process_does_not_wait_for_the_answer_of_one_that_has_decided(needs_answers, monkeypatch):
+    """It would report only after the process that decided, whose end may end it."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with coordination_service(1) as address:
+        client = connect(address)
+        client.key_value_set("jdist/status/0", json.dumps(Status("the last one of process 0")))
+        store, board = StoreWithDecision(client), StatusBoard(interval=0.02, answer_seconds=2)
+        board.suspicion, board.needs_answers = "waits", needs_answers
+        board._exchange(store)
+        client.shutdown()
+    assert board.decision == Decision(0, [], "decided")
+    assert store.num_reads == 1

@@ -78,8 +78,10 @@ def one_line(value: Any, max_length: int = 80) -> str:
     Example:
         >>> one_line("adam"), one_line(np.zeros((1000, 3), np.float32)), one_line({"w": np.ones(99)})
         ("'adam'", 'float32[1000,3]', '{w: float64[99]}')
+        >>> one_line(np.int64(0))  # a value, unlike an array
+        'np.int64(0)'
     """
-    if has_dtype(value):
+    if has_dtype(value) and not isinstance(value, np.generic):
         return dtype_and_shape(value)
     try:
         text = repr(value)

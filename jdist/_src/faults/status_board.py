@@ -226,6 +226,9 @@ class StatusBoard:
             self._stop.wait(self._interval / 4)
             self._post(store)
             self.last_exchange = time.monotonic()
+            self.decision = _decision_of(_read_decisions(store))
+            if self.decision is not None:  # the process that decided posts no new status
+                return
             self._read(store)
             silent = [process for process in silent if not self._has_answered(process, before)]
         if not self.suspicion:
