@@ -45,8 +45,8 @@ class OneAtATime(Stage):
 class DonatedMemory(Stage):
     """Checks the memory of the state that a call donates, unless a call of a program has just returned this state.
 
-    Mutable: it remembers which state its last call returned. From the first state in another container on, as in
-    `step((params, opt_state), batch)`, it also remembers the leaves, and the class remembers the leaves that the last call of
+    Mutable: it remembers which state its last call returned. From the first state that has other children on, as in
+    `step(state.replace(step=0), batch)`, it also remembers the leaves, and the class remembers the leaves that the last call of
     any program returned.
 
     Args:
@@ -67,12 +67,17 @@ class DonatedMemory(Stage):
 
         def call_checked(args: Arguments) -> Results:
             if args:
-                is_returned = _addresses(args[0]) == self._returned_state
+                is_returned = self._is_returned(_addresses(args[0]))
                 if (self._checks_every_call or not is_returned) and not self._is_valid(args, is_returned):
                     check_donated_state(args[0], args[1:])
             return call(args)
 
         return call_checked
+
+    def _is_returned(self, addresses: tuple[int, ...]) -> bool:
+        """Whether the last call returned this state, or its children: those of `(params, opt_state)` in a new tuple."""
+        returned = self._returned_state
+        return addresses == returned or (returned is not None and addresses[1:] == returned[1:] and len(addresses) > 1)
 
     def _note_returned_state(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
         self._returned_state = _addresses(pair[0])
@@ -103,8 +108,8 @@ def _addresses(state: PyTree) -> tuple[int, ...]:
     The address of a state alone is used again soon after the caller has dropped it. The caller may replace children in place.
     """
     if isinstance(state, PackedState):  # made for each call
-        return tuple(map(_address, state.values))
-    children = state.values() if type(state) is dict else state if type(state) in (tuple, list) else ()
+        return (0, *map(_address, state.values))
+    children = state.values() if type(state) is dict else state if isinstance(state, (tuple, list)) else ()
     return tuple(map(_address, (state, *children)))
 
 
