@@ -231,12 +231,20 @@ def to_32_bits(tree: PyTree) -> PyTree:
     Raises:
         ValueError: An integer is out of range.
     """
-    dtype = jax.dtypes.canonicalize_dtype
-    if all(leaf.itemsize < 8 or leaf.dtype == dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)):
+    if all(leaf.itemsize < 8 for leaf in jax.tree.leaves(tree)):
         return tree
-    check_ranges(tree)
+    return jax.tree.structure(tree).unflatten([_to_32_bits(name, leaf) for name, leaf in named_leaves("source", tree)])
+
+
+def _to_32_bits(name: str, leaf: np.ndarray) -> np.ndarray:
+    if leaf.itemsize < 8:
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if leaf.dtype.kind in "iu":
+        check_range(name, leaf, dtype)
+        return leaf.astype(dtype, copy=False)
     with np.errstate(over="ignore"):  # as in JAX, a float out of range becomes infinite
-        return jax.tree.map(lambda leaf: leaf.astype(dtype(leaf.dtype), copy=False), tree)
+        return leaf.astype(dtype, copy=False)
 
 
 def describe_difference(expected: PyTree, tree: PyTree) -> str | None:
