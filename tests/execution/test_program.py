@@ -659,6 +659,19 @@ def test_memory_in_two_leaves_that_are_replaced_in_place_is_refused(two):
         step(state)
 
 
+def test_memory_in_two_leaves_of_a_child_at_the_address_of_a_dropped_one_is_refused(two):
+    step = two.step(lambda state: (state, None))
+    state, _ = step((two.put([jnp.ones(4)]), two.put([jnp.ones(4), jnp.ones(4)])))
+    pair = placed_twice(state[0][0], jnp.ones(4))
+    params, address = state[0], id(state[1])
+    del state
+    lists = [list(pair) for _ in range(100)]  # one of them has the address of the second child
+    child = next((values for values in lists if id(values) == address), lists[0])
+    with pytest.raises(ValueError, match=r"^state\[1\]\[1\] has the same memory as state\[1\]\[0\]"):
+        step((params, child))
+    assert not pair[0].is_deleted()
+
+
 def test_deleted_array_in_two_leaves_of_a_state_is_refused(two):
     """As if one device had already reused the memory."""
     w = two.put(jnp.ones(3))

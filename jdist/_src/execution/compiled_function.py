@@ -1,5 +1,6 @@
 """`CompiledFunction`: a trace that `jax.jit` compiles, and its call, in which Ctrl-C loses no results."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,12 +29,14 @@ class ResultStructure(NamedTuple):
         num_state: The number of leaves of the state.
         smallest: The index of the smallest leaf, which is held until the next call.
         has_small_outputs: Whether there are outputs, and so few elements that they are held until the next call.
+        last_of_children: The index of the last leaf of each child of the state.
     """
 
     treedef: PyTreeDef
     num_state: int
     smallest: int
     has_small_outputs: bool
+    last_of_children: Sequence[int]
 
 
 class CompiledFunction:
@@ -163,7 +166,10 @@ def _structure_of(pair: Results) -> ResultStructure:
     leaves, treedef = jax.tree.flatten(pair)
     sizes, num_state = list(map(np.size, leaves)), len(jax.tree.leaves(pair[0]))
     smallest = sizes.index(min(sizes)) if sizes else 0
-    return ResultStructure(treedef, num_state, smallest, 0 < sum(sizes[num_state:]) <= _SMALL_OUTPUTS)
+    counts = [child.num_leaves for child in jax.tree.structure(pair[0]).children()] or [num_state]
+    last_of_children = sorted({end - 1 for end in itertools.accumulate(counts)} - {-1})
+    has_small_outputs = 0 < sum(sizes[num_state:]) <= _SMALL_OUTPUTS
+    return ResultStructure(treedef, num_state, smallest, has_small_outputs, last_of_children)
 
 
 def _runs_python(jaxpr: Any, pair: Results) -> bool:

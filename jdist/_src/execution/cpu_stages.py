@@ -7,6 +7,7 @@ the same on a GPU), and jax 0.12 ends the process 60 seconds later.
 
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class DonatedMemory(Stage):
         self._checks_every_call = checks_every_call or jax_compat.CRASHES_ON_DONATED_MEMORY
         self._returned_state: tuple[int, ...] | None = None
         self._returned_leaves: Sequence[int] = ()
+        self._last_of_children: Sequence[weakref.ref[jax.Array]] = ()
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
         """See `Stage`."""
@@ -75,12 +77,18 @@ class DonatedMemory(Stage):
         return call_checked
 
     def _is_returned(self, addresses: tuple[int, ...]) -> bool:
-        """Whether the last call returned this state, or its children: those of `(params, opt_state)` in a new tuple."""
+        """Whether the last call returned this state, or its children: those of `(params, opt_state)` in a new tuple.
+
+        Python uses the address of a child again when it was dropped, and then its leaves are dropped too.
+        """
         returned = self._returned_state
-        return addresses == returned or (returned is not None and addresses[1:] == returned[1:] and len(addresses) > 1)
+        if returned is None or (addresses != returned and (addresses[1:] != returned[1:] or len(addresses) == 1)):
+            return False
+        return all(leaf() is not None for leaf in self._last_of_children)
 
     def _note_returned_state(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
         self._returned_state = _addresses(pair[0])
+        self._last_of_children = [weakref.ref(leaves[index]) for index in structure.last_of_children]
         if self._records_leaves:
             DonatedMemory._last_leaves = self._returned_leaves = list(map(_address, leaves[: structure.num_state]))
 
