@@ -17,8 +17,8 @@ class Hardware:
         flops: Dense floating point operations per second in bfloat16 (float16 on GPUs without bfloat16).
         memory: Bytes of device memory.
         memory_bandwidth: Bytes per second between the device and its memory.
-        link_bandwidth: Bytes per second that the device sends at most to the other devices of its slice or NVLink domain, over all
-            its links, in one direction.
+        link_bandwidth: Bytes per second that the device sends at most to the other devices of its slice or NVLink domain, over
+            all its links.
         network_bandwidth: Bytes per second that the device sends at most to another slice or domain: its share of the network
             of the data center.
         source: The page that contains the numbers.

@@ -13,11 +13,11 @@ from jdist._src.core.jax_compat import Equation, Jaxpr
 
 
 def matmul_flops(program: Any) -> float:
-    """Returns the flops of the matrix products and convolutions of a closed jaxpr: one multiplication and one addition per term.
+    """Returns the flops of the matrix products and convolutions of a closed jaxpr: two per multiplication and addition.
 
-    A scan counts as often as it runs its body, a `while_loop` once, and of the branches of a `cond` the largest one. A
-    forward pass that `jax.checkpoint` computes again counts again, and operations whose results are unused do not. Elementwise operations are not counted, as is usual for model
-    flops utilization (https://arxiv.org/abs/2204.02311, appendix B).
+    A scan counts as often as it runs its body, a `while_loop` once, and of the branches of a `cond` the largest one. A forward
+    pass that `jax.checkpoint` computes again counts again. Operations whose results are unused do not count, nor do elementwise
+    operations, as is usual for model flops utilization (https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
         program: A closed jaxpr, such as `jax.make_jaxpr(fn)(*args)`.
