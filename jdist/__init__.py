@@ -61,6 +61,12 @@ from jdist._src.parameter_server.partitioners import MinSizePartitioner as MinSi
 from jdist._src.parameter_server.partitioners import Partitioner as Partitioner
 from jdist._src.parameter_server.server_array import ServerArray as ServerArray
 from jdist._src.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
+from jdist._src.plan.cost_model import StepTime as StepTime
+from jdist._src.plan.memory import MemoryPlan as MemoryPlan
+from jdist._src.plan.plan import Plan as Plan
+from jdist._src.plan.plan import SizePlan as SizePlan
+from jdist._src.plan.plan import plan as plan
+from jdist._src.plan.remedies import Remedy as Remedy
 from jdist._src.replica.context import ReplicaContext as ReplicaContext
 from jdist._src.replica.context import ValueContext as ValueContext
 from jdist._src.replica.context import all_gather as all_gather

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from jdist._src.command_line.devices import DEVICES
 from jdist._src.command_line.doctor import DOCTOR
 from jdist._src.command_line.env import ENV
+from jdist._src.command_line.plan import PLAN
 from jdist._src.command_line.replay import REPLAY
 from jdist._src.command_line.run import RUN
 from jdist._src.command_line.verb import run_verb
 from jdist._src.core.version import __version__
 
-VERBS = {"devices": DEVICES, "doctor": DOCTOR, "env": ENV, "replay": REPLAY, "run": RUN}
+VERBS = {"devices": DEVICES, "doctor": DOCTOR, "env": ENV, "plan": PLAN, "replay": REPLAY, "run": RUN}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,11 +58,10 @@ def equation_frame(equation: Equation) -> Frame | None:
     """
     stack = equation.source_info.traceback
     frames = [Frame(f.file_name, f.line_num, f.function_name) for f in stack.frames] if stack else []
-    outside_jax = [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
-    if not outside_jax or _absolute(outside_jax[0].file).startswith(_VALUES_PACKAGE):
+    first = next((f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))), None)
+    if first is None or _absolute(first.file).startswith(_VALUES_PACKAGE):
         return None
-    user_frames = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
-    return next(user_frames, outside_jax[0])
+    return innermost_user_frame(frames)
 
 
 def warning_frame(equation: Equation) -> Frame | None:
@@ -96,6 +95,12 @@ def error_frame(error: BaseException) -> Frame | None:
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     outside_jax = [f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))]
     return next((f for f in reversed(outside_jax) if not _in_library(_absolute(f.file))), None)
+
+
+def innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Returns the first frame of user code in a stack, the innermost first; if only libraries are in it, their first."""
+    outside_jax = [f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))]
+    return next((f for f in outside_jax if not _in_library(_absolute(f.file))), next(iter(outside_jax), None))
 
 
 def caller_frame(frame: FrameType | None = None) -> Frame | None:

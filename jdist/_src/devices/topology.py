@@ -5,10 +5,12 @@ No hardware is attached: programs can be lowered and compiled for these devices 
 
 import contextlib
 import importlib
+import itertools
+import math
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
@@ -37,8 +39,52 @@ _COMPILE_ONLY_VARIABLES = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
+_CORES = {"v2": 2, "v3": 2, "v4": 2, "tpu7x": 2}  # devices per chip, where these are not 1
 _THREE_NUMBERS = re.compile(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", re.ASCII)
 _GPU_TOPOLOGY = "A GPU topology is three numbers, such as '1x2x8': NVLink domains, hosts per domain, GPUs per host."
+
+
+class Topology(NamedTuple):
+    """The arguments of `topology_devices`.
+
+    Attributes:
+        topology: See there.
+        num_slices: See there.
+        gpu_target_config: See there.
+    """
+
+    topology: str
+    num_slices: int = 1
+    gpu_target_config: str | None = None
+
+    def devices(self) -> list[jax.Device]:
+        """Returns the devices of this topology."""
+        return topology_devices(self.topology, num_slices=self.num_slices, gpu_target_config=self.gpu_target_config)
+
+    def of_size(self, count: int) -> "Topology":
+        """Returns the topology of the same kind with `count` devices: one slice or NVLink domain, or several if it must.
+
+        Raises:
+            ValueError: None has this number of devices; the message contains the nearest numbers that exist.
+        """
+        sizes = _tpu_topologies(self) if self.gpu_target_config is None else _gpu_topologies(self, count)
+        if count not in sizes:
+            nearest = sorted(sorted(sizes, key=lambda size: abs(math.log(size / count)))[:4])
+            raise ValueError(
+                f"There is no topology like {self.topology!r} with {count:,} devices. Near it are "
+                f"{', '.join(f'{size:,}' for size in nearest)} devices."
+            )
+        return sizes[count]
+
+
+_topologies: dict[
+    int, Topology
+] = {}  # by the `id` of the client of the devices; a new client replaces an entry with its id
+
+
+def topology_of(device: Any) -> Topology:
+    """Returns the topology of a topology device."""
+    return _topologies[id(device.client)]
 
 
 def topology_devices(
@@ -69,7 +115,9 @@ def topology_devices(
             raise ValueError(
                 f"`num_slices={num_slices}` is for TPUs. A GPU topology contains the number of domains: '1x2x8'."
             )
-        return _gpu_devices(topology, gpu_target_config)
+        devices = _gpu_devices(topology, gpu_target_config)
+        _topologies[id(devices[0].client)] = Topology(topology, 1, os.path.abspath(gpu_target_config))
+        return devices
     generation, _, shape = topology.partition(":") if isinstance(topology, str) else (None, "", "")
     if generation not in _SLICE_SHAPES or not _is_valid_shape(shape, _SLICE_SHAPES[generation]):
         valid = "; ".join(f"{name}: {_shapes_text(shapes)}" for name, shapes in _SLICE_SHAPES.items())
@@ -84,7 +132,9 @@ def topology_devices(
     from jax.experimental import topologies
 
     with _default_environment(_COMPILE_ONLY_VARIABLES):
-        return list(topologies.get_topology_desc(topology, "tpu", num_slices=num_slices).devices)
+        devices = list(topologies.get_topology_desc(topology, "tpu", num_slices=num_slices).devices)
+    _topologies[id(devices[0].client)] = Topology(topology, num_slices)
+    return devices
 
 
 def is_topology_device(device: Any) -> bool:
@@ -127,6 +177,37 @@ def _is_valid_shape(shape: str, valid_shapes: tuple[str, ...]) -> bool:
     sizes, largest = ([int(size) for size in text.split("x")] for text in (shape, valid_shapes[-1]))
     fits = [size % 4 == 0 and size <= most for size, most in zip(sizes, largest, strict=False)]
     return len(largest) == 3 and all(fits)
+
+
+def _tpu_topologies(like: Topology) -> dict[int, Topology]:
+    """Returns the topologies of a TPU generation by the number of devices, each with the fewest slices, nearest to a cube."""
+    generation = like.topology.partition(":")[0]
+    shapes = _all_shapes(_SLICE_SHAPES[generation])
+    by_chips = {math.prod(shape): shape for shape in sorted(shapes, key=max, reverse=True)}
+    sizes: dict[int, Topology] = {}
+    for num_slices in [2**i for i in range(9)]:
+        for chips, shape in by_chips.items():
+            text = f"{generation}:{'x'.join(map(str, shape))}"
+            sizes.setdefault(chips * num_slices * _CORES.get(generation, 1), Topology(text, num_slices))
+    return sizes
+
+
+def _all_shapes(names: Iterable[str]) -> list[tuple[int, ...]]:
+    *listed, largest = [tuple(map(int, name.split("x"))) for name in names]
+    if len(largest) == 2:
+        return [*listed, largest]
+    multiples = itertools.product(*(range(4, most + 1, 4) for most in largest))
+    return [*listed, *(shape for shape in multiples if list(shape) == sorted(shape))]
+
+
+def _gpu_topologies(like: Topology, count: int) -> dict[int, Topology]:
+    """Returns the topologies of GPUs by the number of devices: parts of a host, hosts of a domain, and domains."""
+    _, hosts, gpus = map(int, like.topology.split("x"))
+    parts = [f"1x1x{n}" for n in range(1, gpus + 1)]
+    parts += [f"1x{n}x{gpus}" for n in range(1, hosts + 1)]
+    parts += [f"{n}x{hosts}x{gpus}" for n in range(1, max(count // (hosts * gpus), 1) + 2)]
+    by_size = {math.prod(map(int, part.split("x"))): part for part in reversed(parts)}
+    return {size: like._replace(topology=part) for size, part in by_size.items()}
 
 
 def _shapes_text(shapes: tuple[str, ...]) -> str:

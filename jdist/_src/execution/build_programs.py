@@ -112,6 +112,7 @@ def step_program(
     stages = [StepPolicies(options.precision), StateUpdate()]
     program = _program(fn, user_call, split_result, backend, context, stages, options)
     functools.update_wrapper(program, fn, updated=())
+    program.options = options
     return program
 
 

@@ -55,6 +55,7 @@ class CompiledFunction:
         call: Calls it, from the tuple of arguments to `(state, outputs)`. A call passes its arguments on as one tuple: after
             `fn(*args)` Python 3.11 may handle Ctrl-C before the result has a name, and the caller's state is donated then.
         proof: Of the program that was traced last, or None.
+        jaxpr: The closed jaxpr of one replica of this program, or None.
         on_results: Called after each call with the results, their leaves and their structure, before the caller has them.
         on_new_signature: Called with the arguments of the first call of each signature, after it.
         num_signatures: The number of signatures that steps were called with; 0 if JAX does not count them.
@@ -84,6 +85,7 @@ class CompiledFunction:
         self._runs_callbacks = False  # whether one of them runs Python code after it has donated the state
         self._is_first_call = True
         self.proof: Proof | None = None
+        self.jaxpr: Any = None
         self.on_results: list[Callable[[Results, list[Any], ResultStructure], None]] = []
         self.on_new_signature: list[Callable[[Arguments], None]] = []
         self.num_signatures = 0
@@ -100,7 +102,7 @@ class CompiledFunction:
     def traced_pair(self, *args: PyTree) -> Results:
         """Returns `(state, outputs)` of a call while JAX traces it."""
         traced = self._trace(args)
-        self.proof = traced.proof
+        self.proof, self.jaxpr = traced.proof, traced.jaxpr
         self._runs_callbacks = self._runs_callbacks or _runs_python(traced.jaxpr, traced.pair)
         return traced.pair
 

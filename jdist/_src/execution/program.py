@@ -42,6 +42,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
     """
 
     __wrapped__: Callable[Concatenate[StateT, InputsT], tuple[Any, OutputsT]]
+    options: Any  # of a step, its `StepOptions`
 
     def __init__(self, spec: ProgramSpec, stages: Sequence[Stage]):
         self.backend, self._name, self._stages = spec.backend, spec.name, stages
@@ -108,6 +109,11 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         if self._compiled.proof is None:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
         return self._compiled.proof
+
+    @property
+    def traced_jaxpr(self) -> Any:
+        """The closed jaxpr of one replica of the program that was traced last; None before the first trace."""
+        return self._compiled.jaxpr
 
     def __repr__(self) -> str:
         mesh = self.backend.replicas.mesh

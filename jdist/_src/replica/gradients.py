@@ -1,7 +1,9 @@
 """`value_and_grad` and `global_loss`: the mean loss over all replicas and micro-batches, and its gradient."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
@@ -12,6 +14,7 @@ from jax.custom_derivatives import linear_call
 from jdist._src.collectives.ops import check_unwrapped
 from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import is_nnx_module
+from jdist._src.core.trace_key import keyed
 from jdist._src.core.tree import PyTree, argument_names, describe_tree, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
@@ -23,6 +26,56 @@ Params = TypeVar("Params")
 Aux = TypeVar("Aux")
 Batch = ParamSpec("Batch")
 Remat: TypeAlias = bool | Callable[..., Any]
+
+
+class GradientOptions(NamedTuple):
+    """How a gradient is computed: options that change memory and time, and not the result.
+
+    Attributes:
+        micro_batches: See `value_and_grad`.
+        remat: See `value_and_grad`.
+    """
+
+    micro_batches: int = 1
+    remat: Remat = False
+
+
+class _Override:
+    """Options in place of those of the user; `is_used` becomes True where a step reads them."""
+
+    def __init__(self, options: GradientOptions):
+        self.options, self.is_used = options, False
+
+
+_override: ContextVar[_Override | None] = ContextVar("jdist_gradient_options", default=None)
+
+
+@contextlib.contextmanager
+def other_gradient_options(options: GradientOptions) -> Iterator[_Override]:
+    """Lets steps that are traced in this context compute their gradients with other options.
+
+    A plan compiles variants of a step in this way.
+
+    Args:
+        options: More micro-batches, by this factor, and the recomputation, if it is not False.
+    """
+    override = _Override(options)
+    token = _override.set(override)
+    try:
+        with keyed(object()):
+            yield override
+    finally:
+        _override.reset(token)
+
+
+def resolved_options(options: GradientOptions) -> GradientOptions:
+    """Returns the options of a gradient: those of the user, with the changes of `other_gradient_options`."""
+    override = _override.get()
+    if override is None:
+        return options
+    override.is_used = True
+    other = override.options
+    return GradientOptions(options.micro_batches * other.micro_batches, other.remat or options.remat)
 
 
 @overload
@@ -106,11 +159,14 @@ def value_and_grad(
         >>> float(w), float(loss)  # the mean of 1, 2 and 6, and of their squares
         (3.0, 13.666666984558105)
     """
-    totals_of = gradient_totals(loss_fn, micro_batches=micro_batches, has_aux=has_aux, weights=weights, remat=remat)
+    options = GradientOptions(as_int("`micro_batches`", micro_batches, 1), remat)
+    _checkpoint(remat)
 
     @functools.wraps(loss_fn)
     def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
         context = require_replica_context("value_and_grad", "strategy.step")
+        resolved = resolved_options(options)
+        totals_of = gradient_totals(loss_fn, has_aux=has_aux, weights=weights, **resolved._asdict())
         factor = None
         if weights is not None:
             check_unwrapped(weights)

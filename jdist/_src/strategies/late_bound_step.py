@@ -54,7 +54,7 @@ class Step(Generic[StateT, InputsT, OutputsT]):
     ):
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = function_name(fn)
-        self._options = options
+        self.options = options
         self._static_argnames = static_argnames
         self._current_strategy = current_strategy
         self._orders: dict[tuple[int, tuple[str, ...]], _ArgumentOrder] = {}
@@ -175,7 +175,7 @@ class Step(Generic[StateT, InputsT, OutputsT]):
                 if form == _AS_WRITTEN
                 else _with_positional_inputs(self.__wrapped__, form, static_values)
             )
-            program = programs[key] = strategy.step(fn, **vars(self._options))
+            program = programs[key] = strategy.step(fn, **vars(self.options))
         return program
 
 

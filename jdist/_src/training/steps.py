@@ -15,7 +15,7 @@ from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, has_dty
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.finite import NonFinite, select
-from jdist._src.replica.gradients import Remat, pad_to_parts, value_and_grad
+from jdist._src.replica.gradients import GradientOptions, Remat, pad_to_parts, resolved_options, value_and_grad
 from jdist._src.replica.losses import WeightedLosses, global_mean
 from jdist._src.replica.random import replica_key
 from jdist._src.strategies.base import Strategy
@@ -186,7 +186,8 @@ class StepFunctions:
     def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, jax.Array]:
         """Takes a training step. Returns the carry and the outcome, see `_outcome`."""
         carry, fields, element = state, state_fields(state.state), batch
-        batch, weights = pad_to_parts(*self.objective.split(element, weights), self.micro_batches)
+        micro_batches, remat = resolved_options(GradientOptions(self.micro_batches, self.remat))
+        batch, weights = pad_to_parts(*self.objective.split(element, weights), micro_batches)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step))
         if self.objective.precision:
             precision.check_loss_scale(self.objective.precision, precision.step_precision().scale)
@@ -204,7 +205,7 @@ class StepFunctions:
                 weights_part,
                 element=element,
                 all_weights=weights,
-                parts=self.micro_batches,
+                parts=micro_batches,
             )
             losses = result.losses.losses if isinstance(result.losses, WeightedLosses) else result.losses
             if not is_float(losses):
@@ -219,13 +220,13 @@ class StepFunctions:
             fields,
             batch,
             weights,
-            micro_batches=self.micro_batches,
-            remat=self.remat,
+            micro_batches=micro_batches,
+            remat=remat,
             non_finite=self.non_finite,
             has_failed=carry.has_failed,
             num_weighted=_num_weighted(weights),
         )
-        metrics = new.aux if self.micro_batches == 1 else jax.tree.map(lambda x: x.sum(0), new.aux)
+        metrics = new.aux if micro_batches == 1 else jax.tree.map(lambda x: x.sum(0), new.aux)
         model_state = mean_over_replicas(new.model_state, new.varies, weights)
         metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
         is_finite = new.is_finite

@@ -11,7 +11,7 @@ import optax
 from jdist._src.core.nn_modules import is_nnx_module
 from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, has_dtype, is_float
 from jdist._src.replica.context import all_reduce
-from jdist._src.replica.gradients import Remat, pad_to_parts, value_and_grad
+from jdist._src.replica.gradients import GradientOptions, Remat, pad_to_parts, resolved_options, value_and_grad
 from jdist._src.replica.losses import is_loss
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
@@ -101,7 +101,8 @@ def train_step(
     """
     receivers = optional_parameters("loss_fn", loss_fn, "key", "weights")
     check_optimizer(optimizer)
-    value_and_grad(loss_fn, micro_batches=micro_batches, remat=remat)  # checks both options
+    options = GradientOptions(micro_batches, remat)
+    value_and_grad(loss_fn, **options._asdict())  # checks both options
 
     # Error messages name the arguments by the parameters of this function.
     def train_step(state: PyTree, batch: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
@@ -117,6 +118,7 @@ def train_step(
                 "jdist.value_and_grad(loss_fn)(model, batch); optimizer.update(model, grads)`, or pass the parameters of "
                 "`graph, params = nnx.split(model)` and call `nnx.merge(graph, params)` in `loss_fn`."
             )
+        micro_batches, remat = resolved_options(options)
         batch, weights = pad_to_parts(batch, weights, micro_batches)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step)) if "key" in receivers else None
 

@@ -86,17 +86,30 @@ def _page(fit: Any, title: str) -> str:
     if fit.proof is not None:
         sections["Proof"] = _proof(fit.proof)
     sections["Environment"] = _facts(_environment())
+    return html_page(title, [fit.stop_reason], sections)
+
+
+def html_page(title: str, lead: Sequence[str], sections: Mapping[str, str]) -> str:
+    """Returns a self-contained HTML page.
+
+    Args:
+        title: Its heading.
+        lead: Paragraphs below the heading.
+        sections: The HTML of each section by its heading.
+    """
     content = "\n".join(
-        f'<section><h2>{name}</h2>\n<div tabindex="0">{content}</div></section>' for name, content in sections.items()
+        f'<section><h2>{_escaped(name)}</h2>\n<div tabindex="0">{content}</div></section>'
+        for name, content in sections.items()
     )
+    written = f"Written {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC by jdist."
+    paragraphs = "".join(f"<p>{_escaped(text)}</p>" for text in (*lead, written))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n<title>{_escaped(title)}</title>\n'
         f"<style>\n{_style()}</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{_escaped(title)}</h1><p>{_escaped(fit.stop_reason)}</p>"
-        f"<p>Written {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC by jdist.</p></header>\n"
+        f"<header><h1>{_escaped(title)}</h1>{paragraphs}</header>\n"
         f"{content}\n</main>\n</body>\n</html>\n"
     )
 

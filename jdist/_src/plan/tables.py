@@ -1,0 +1,187 @@
+"""The tables of a plan, drawn by rich."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jdist._src.core.rendering import html_of, text_of
+
+if TYPE_CHECKING:
+    from jdist._src.plan.plan import Plan, SizePlan
+
+WIDTH = 128
+_VERDICTS = {None: "unknown", True: "yes", False: "no"}
+_MAX_COLLECTIVES = 12  # rows per number of devices
+
+
+def plan_text(plan: "Plan") -> str:
+    """Returns the tables as plain text."""
+    return text_of(plan, WIDTH)
+
+
+def plan_html(plan: "Plan") -> str:
+    """Returns the tables as an HTML element."""
+    return html_of(plan, WIDTH)
+
+
+def plan_tables(plan: "Plan") -> Any:
+    """Returns the tables for rich."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [Text(f"Plan of {plan.step}", style="bold"), overview_tables(plan)]
+    for size in plan.sizes:
+        parts += [Text(""), Text(size_name(size), style="bold"), size_tables(size)]
+    return Group(*parts, Text(""), Text(plan_notes(plan)))
+
+
+def size_name(size: "SizePlan") -> str:
+    """Returns the heading of the tables of one number of devices."""
+    return f"{size.devices:,} devices, {size.hardware}"
+
+
+def overview_tables(plan: "Plan") -> Any:
+    """Returns the tables with one row per number of devices."""
+    from rich.console import Group
+
+    return Group(_overview(plan.sizes), _memory(plan.sizes))
+
+
+def size_tables(size: "SizePlan") -> Any:
+    """Returns the tables of one number of devices."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [_buffers(size)]
+    if size.collectives:
+        parts.append(_collectives(size))
+    if size.remedies:
+        parts += [Text("It does not fit. Compiled variants:"), _remedies(size)]
+    return Group(*parts)
+
+
+def _overview(sizes: Sequence["SizePlan"]) -> Any:
+    head = (
+        "devices",
+        "hardware",
+        "strategy",
+        "replicas",
+        "fits",
+        "memory",
+        "limit",
+        "sent per step",
+        "step (model)",
+        "efficiency",
+    )
+    rows = []
+    for size in sizes:
+        time = (
+            [f"{_seconds(size.time.total)}, {size.time.bound}", f"{size.time.efficiency:.0%}"]
+            if size.time
+            else ["", ""]
+        )
+        limit = "" if size.memory.limit is None else num_bytes_text(size.memory.limit)
+        sent = num_bytes_text(size.collective_bytes) if size.collectives else ""
+        rows.append(
+            [
+                f"{size.devices:,}",
+                size.hardware,
+                size.strategy,
+                f"{size.replicas:,}",
+                _VERDICTS[size.fits],
+                num_bytes_text(size.memory.total),
+                limit,
+                sent,
+                *time,
+            ]
+        )
+    return _table(head, rows)
+
+
+def _memory(sizes: Sequence["SizePlan"]) -> Any:
+    """Returns the bytes per device by what they contain, one row per different memory."""
+    names = ("parameters", "optimizer", "inputs", "outputs", "activations", "temporaries", "code", "host")
+    names = [name for name in names if any(getattr(size.memory, name) for size in sizes)]
+    rows = [[f"{size.devices:,}", *(num_bytes_text(getattr(size.memory, name)) for name in names)] for size in sizes]
+    return _table(["bytes per device of", *names], rows)
+
+
+def _buffers(size: "SizePlan") -> Any:
+    rows = [[num_bytes_text(buffer.bytes), buffer.name, buffer.line or ""] for buffer in size.largest]
+    return _table(["largest buffers", "value", "line"], rows)
+
+
+def _collectives(size: "SizePlan") -> Any:
+    """Returns the collectives, equal ones in one row, those that send most first."""
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for each in size.collectives:
+        axes = "?" if each.axes is None else " and ".join(each.axes)
+        overlaps = "yes" if each.overlaps else "no"
+        count, sent = groups.setdefault((each.kind, axes, each.line or "", overlaps), [0, 0.0])
+        executions = each.executions or 1
+        groups[each.kind, axes, each.line or "", overlaps] = [
+            count + executions,
+            sent + each.bytes_sent * executions,
+        ]
+    largest = sorted(groups.items(), key=lambda item: -item[1][1])
+    rows = [
+        [f"{int(count):,}", kind, axes, num_bytes_text(sent), overlaps, line]
+        for (kind, axes, line, overlaps), (count, sent) in largest[:_MAX_COLLECTIVES]
+    ]
+    if len(largest) > _MAX_COLLECTIVES:
+        rows.append(["...", f"{len(largest) - _MAX_COLLECTIVES} more", "", "", "", ""])
+    return _table(["count", "collective", "axis", "sent per device", "overlaps", "line"], rows)
+
+
+def _remedies(size: "SizePlan") -> Any:
+    rows = []
+    for remedy in size.remedies:
+        memory = num_bytes_text(remedy.total) if remedy.total else ""
+        step = "" if remedy.step_seconds is None else _seconds(remedy.step_seconds)
+        verdict = "not compiled" if remedy.fits is None else _VERDICTS[remedy.fits]
+        rows.append([remedy.name, verdict, memory, step, remedy.note])
+    return _table(["variant", "fits", "memory", "step (model)", "note"], rows)
+
+
+def plan_notes(plan: "Plan") -> str:
+    """Returns what the reader of a plan has to know about its times."""
+    notes = []
+    if any(size.time for size in plan.sizes):
+        notes.append(
+            "Times are a model: rates of the hardware, without latencies. Efficiency is the part of a step that is not exposed "
+            "communication."
+        )
+    elif not all(size.fits is False for size in plan.sizes):
+        notes.append("Step times are unknown: no rates are published for these devices. Pass `calibrate=`.")
+    if plan.calibration:
+        each = plan.calibration
+        notes.append(
+            f"Calibrated on {each.devices} devices of kind {each.kind}: {_seconds(each.measured)} measured (median of "
+            f"{each.steps} steps), {_seconds(each.predicted)} predicted before, error {each.error:+.0%}."
+        )
+    return " ".join(notes)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text  # a plain string would be read as markup: names contain brackets
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def num_bytes_text(size: float) -> str:
+    """Returns a number of bytes with a binary unit: `"1.5 MiB"`."""
+    power = min((max(int(size), 1).bit_length() - 1) // 10, 5)
+    return f"{size / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{int(size)} B"
+
+
+def _seconds(seconds: float) -> str:
+    for unit, size in (("s", 1), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
