@@ -18,7 +18,7 @@ class Instruction(NamedTuple):
         name: Its name, unique in the module.
         opcode: Such as `"fusion"`.
         shape: The text of its shape, with layouts; a tuple in parentheses.
-        operands: The names of its operands.
+        operands: The names of its operands; of a parameter its number, of a constant its value.
         attributes: The text after the operands.
     """
 
@@ -39,14 +39,6 @@ class Instruction(NamedTuple):
         """The names of the computations that it runs."""
         unquoted = re.sub(r'"[^"]*"', "", self.attributes)
         return [name for names in _CALLED.findall(unquoted) for name in re.findall(r"[\w.-]+", names)]
-
-    @property
-    def trip_count(self) -> int | None:
-        """How often it runs the computations that it calls; None for a loop of unknown length."""
-        if self.opcode != "while":
-            return 1
-        count = re.search(r"known_trip_count\W+n\W+(\d+)", self.attributes)
-        return int(count[1]) if count else None
 
 
 class Execution(NamedTuple):
@@ -101,6 +93,7 @@ class HloModule:
         )
         self._tables: dict[str, dict[int, str]] = {}
         self._frames: dict[int, Frame | None] = {}
+        self._trip_counts: dict[str, int | None] = {}
         entry = name = None
         table: dict[int, str] = {}
         for line in text.splitlines():
@@ -115,7 +108,7 @@ class HloModule:
             elif name and (match := _INSTRUCTION.match(line)):
                 is_root, result, shape, opcode, rest = match.groups()
                 operands, _, attributes = re.sub(r"\)(?:, |$)", "\n", rest, count=1).partition("\n")
-                names = re.findall(r"%([\w.-]+)", operands) if opcode != "parameter" else [operands]
+                names = [operands] if opcode in ("parameter", "constant") else re.findall(r"%([\w.-]+)", operands)
                 self.computations[name][result] = Instruction(result, opcode, shape, names, attributes)
                 if is_root:
                     self.roots[name] = result
@@ -141,12 +134,66 @@ class HloModule:
             yield Execution(instruction, name, count, conditional)
             # `-update` and `-done` repeat the computation of their start.
             if not instruction.opcode.endswith(("-update", "-done")) and enters(instruction):
-                trips = instruction.trip_count
+                trips = self.trip_count(instruction, name)
                 inner = None if count is None or trips is None else count * trips
                 for called in instruction.called:
                     yield from self._executions(
                         called, inner, conditional or instruction.opcode == "conditional", enters
                     )
+
+    def trip_count(self, instruction: Instruction, computation: str) -> int | None:
+        """Returns how often an instruction runs the computations that it calls; None for a loop of unknown length."""
+        if instruction.opcode != "while":
+            return 1
+        if count := re.search(r"known_trip_count\W+n\W+(\d+)", instruction.attributes):
+            return int(count[1])
+        if instruction.name not in self._trip_counts:
+            self._trip_counts[instruction.name] = self._counted_trips(instruction, computation)
+        return self._trip_counts[instruction.name]
+
+    def _counted_trips(self, loop: Instruction, computation: str) -> int | None:
+        """Returns the length of a loop that counts up to a constant, for which the TPU compiler does not print it."""
+        condition, body = (
+            re.search(rf"\b{key}=%?([\w.-]+)", loop.attributes)[1]  # pyright: ignore[reportOptionalSubscript]
+            for key in ("condition", "body")
+        )
+        test = self.computations[condition][self.roots[condition]]
+        root = self.computations[body][self.roots[body]]
+        start = self.computations[computation].get(loop.operands[0])
+        if test.opcode != "compare" or root.opcode != "tuple" or start is None or start.opcode != "tuple":
+            return None
+        counter, end = (self._linear(condition, name) for name in test.operands)
+        if counter is None or counter[0] is None or end is None or end[0] is not None or "=LT" not in test.attributes:
+            return None
+        first = self._linear(computation, start.operands[counter[0]])
+        step = self._linear(body, root.operands[counter[0]])
+        if first is None or first[0] is not None or step is None or step[0] != counter[0] or step[1] <= 0:
+            return None
+        return max(0, math.ceil((end[1] - counter[1] - first[1]) / step[1]))
+
+    def _linear(self, computation: str, name: str) -> tuple[int | None, int] | None:
+        """Returns an integer as `(i, n)`, if it is element `i` of the argument plus `n`; as `(None, n)` if it is `n`."""
+        instruction = self.computations[computation].get(name)
+        if instruction is None:
+            return None
+        match instruction.opcode, instruction.operands:
+            case "constant", [value] if re.fullmatch(r"-?\d+", value):
+                return None, int(value)
+            case "get-tuple-element", [source] if self._is_parameter(computation, source):
+                index = re.search(r"\bindex=(\d+)", instruction.attributes)
+                return (int(index[1]), 0) if index else None
+            case "copy" | "copy-start" | "copy-done" | "bitcast" | "convert", [source]:
+                return self._linear(computation, source)
+            case "add", [left, right]:
+                terms = self._linear(computation, left), self._linear(computation, right)
+                if terms[0] is None or terms[1] is None or (terms[0][0] is not None and terms[1][0] is not None):
+                    return None
+                return terms[0][0] if terms[1][0] is None else terms[1][0], terms[0][1] + terms[1][1]
+        return None
+
+    def _is_parameter(self, computation: str, name: str) -> bool:
+        instruction = self.computations[computation].get(name)
+        return instruction is not None and instruction.opcode == "parameter"
 
     def frame(self, instruction: Instruction) -> Frame | None:
         """Returns the line of user code that traced an instruction; None if it is unknown."""

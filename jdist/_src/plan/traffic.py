@@ -33,7 +33,8 @@ def memory_traffic(module: HloModule) -> float:
     total = 0.0
     enters = lambda instruction: instruction.opcode in ("while", "call", "conditional")
     for instruction, computation, count, _ in module.executions(enters):
-        if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
+        allocates = instruction.opcode == "custom-call" and not instruction.operands
+        if allocates or instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             continue
         total += (1 if count is None else count) * _bytes_moved(module, instruction, module.computations[computation])
     return total
@@ -41,29 +42,56 @@ def memory_traffic(module: HloModule) -> float:
 
 def _bytes_moved(module: HloModule, instruction: Instruction, siblings: dict[str, Instruction]) -> int:
     operands = [_bytes(siblings[name].shape) for name in instruction.operands if name in siblings]
-    result = _bytes(instruction.shape)
     if instruction.opcode in _SLICES:
-        return 2 * result
+        return 2 * _bytes(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * operands[1]
     if instruction.opcode == "fusion" and instruction.called:
-        body = module.computations.get(instruction.called[0], {})
-        root = body.get(module.roots.get(instruction.called[0], ""))
-        read = [_bytes_read(body, i, size) for i, size in enumerate(operands)]
-        if root is not None and root.opcode == "dynamic-update-slice":  # in place: the update is written
-            update = _bytes(body[root.operands[1]].shape)
-            return update + sum(size for size, operand in zip(read, operands, strict=True) if operand != result)
-        return result + sum(read)
-    return result + sum(operands)
+        body = instruction.called[0]
+        return _written(module, body) + sum(_read(module, body, i, size) for i, size in enumerate(operands))
+    return _bytes(instruction.shape) + sum(operands)
 
 
-def _bytes_read(body: dict[str, Instruction], number: int, size: int) -> int:
-    """Returns the bytes that a fusion reads of its operand `number`, of `size` bytes."""
-    parameter = next((i.name for i in body.values() if i.opcode == "parameter" and i.operands == [str(number)]), None)
-    users = [i for i in body.values() if parameter in i.operands and i.opcode != "parameter"]
-    if users and all(user.opcode in _SLICES for user in users):
-        return min(size, sum(_bytes(user.shape) for user in users))
-    return size
+def _written(module: HloModule, computation: str) -> int:
+    """Returns the bytes that a fusion writes: of a result that it updates in place, the update."""
+    body = module.computations[computation]
+
+    def written(name: str) -> int:
+        instruction = body[name]
+        match instruction.opcode:
+            case "tuple":
+                return sum(map(written, instruction.operands))
+            case "bitcast":
+                return written(instruction.operands[0])
+            case "dynamic-update-slice":
+                return _bytes(body[instruction.operands[1]].shape)
+            case "fusion":
+                return _written(module, instruction.called[0])
+        return _bytes(instruction.shape)
+
+    return written(module.roots[computation])
+
+
+def _read(module: HloModule, computation: str, number: int, size: int) -> int:
+    """Returns the bytes that a fusion reads of its operand `number`, which has `size` bytes, or of slices of it."""
+    body = module.computations[computation]
+
+    def read(name: str) -> int:
+        total = 0
+        for user in (each for each in body.values() if name in each.operands and each.opcode != "parameter"):
+            if user.opcode in _SLICES:
+                total += _bytes(user.shape)
+            elif user.opcode == "bitcast":
+                total += read(user.name)
+            elif user.opcode == "fusion":
+                called = user.called[0]
+                total += sum(_read(module, called, i, size) for i, each in enumerate(user.operands) if each == name)
+            elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
+                total += size
+        return total
+
+    parameters = (each.name for each in body.values() if each.opcode == "parameter" and each.operands == [str(number)])
+    return min(size, sum(map(read, parameters)))
 
 
 def _bytes(shape: str) -> int:
