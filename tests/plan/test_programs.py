@@ -63,7 +63,7 @@ def test_activations_of_a_scan_are_named_by_the_line_that_computes_them():
 
 
 def test_traffic_is_proportional_to_the_length_of_a_loop(topology):
-    few, many = 64, 256  # neither of which fits into the on-chip memory of a TPU
+    few, many = 256, 1024  # neither of which fits into the on-chip memory of a TPU
     traffic = {
         layers: memory_traffic(HloModule(compiled("gradient of a scan", topology, layers).as_text()))
         for layers in (few, many)
