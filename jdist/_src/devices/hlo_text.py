@@ -41,6 +41,12 @@ class Instruction(NamedTuple):
         return [name for names in _CALLED.findall(unquoted) for name in re.findall(r"[\w.-]+", names)]
 
 
+    @property
+    def is_view(self) -> bool:
+        """Whether its result is its operand, in another shape or layout."""
+        return self.opcode == "bitcast" or (self.opcode == "fusion" and "output_to_operand_aliasing" in self.attributes)
+
+
 class Execution(NamedTuple):
     """An instruction, and how often one run of the program executes it.
 

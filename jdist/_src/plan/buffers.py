@@ -142,7 +142,7 @@ def _updated_operands(module: HloModule, instruction: Instruction) -> list[int |
 def _updated_parameter(body: dict[str, Instruction], name: str) -> int | None:
     """Returns the number of the parameter of a fusion that a value of it updates in place."""
     updates = False
-    while name in body and body[name].opcode in ("bitcast", "dynamic-update-slice"):
+    while name in body and (body[name].is_view or body[name].opcode == "dynamic-update-slice"):
         updates = updates or body[name].opcode == "dynamic-update-slice"
         name = body[name].operands[0]
     return int(body[name].operands[0]) if updates and name in body and body[name].opcode == "parameter" else None

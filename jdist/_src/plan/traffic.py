@@ -58,11 +58,11 @@ def _written(module: HloModule, computation: str) -> int:
 
     def written(name: str) -> int:
         instruction = body[name]
+        if instruction.is_view:
+            return written(instruction.operands[0])
         match instruction.opcode:
             case "tuple":
                 return sum(map(written, instruction.operands))
-            case "bitcast":
-                return written(instruction.operands[0])
             case "dynamic-update-slice":
                 return _bytes(body[instruction.operands[1]].shape)
             case "fusion":
@@ -81,7 +81,7 @@ def _read(module: HloModule, computation: str, number: int, size: int) -> int:
         for user in (each for each in body.values() if name in each.operands and each.opcode != "parameter"):
             if user.opcode in _SLICES:
                 total += _bytes(user.shape)
-            elif user.opcode == "bitcast":
+            elif user.is_view:
                 total += read(user.name)
             elif user.opcode == "fusion":
                 called = user.called[0]
