@@ -117,6 +117,8 @@ class HostValues(Stage):
             host_values = host_leaves(args[1:] if skips_state else args)
             if host_values:
                 self._check(args, host_values)
+                if not skips_state:
+                    args = (jax.tree.map(_strongly_typed, args[0]), *args[1:])
             calls = activity.calls
             for before_step in tuple(calls.before_step):
                 before_step(calls.steps + 1)
@@ -144,6 +146,11 @@ class HostValues(Stage):
             for name, leaf in self._spec.user_call(args).leaves():
                 check_not_leaked(name, leaf)
                 check_range(name, leaf)
+
+
+def _strongly_typed(leaf: Any) -> Any:
+    """Returns a Python number of a state in the dtype of the new state, so that the next call is not traced again."""
+    return np.asarray(leaf, jax.typeof(leaf).dtype) if isinstance(leaf, (bool, int, float, complex)) else leaf
 
 
 def raise_option_error(error: Exception) -> None:
