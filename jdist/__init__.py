@@ -37,6 +37,7 @@ from jdist._src.core.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist._src.core.errors import ReplicatedBatchWarning as ReplicatedBatchWarning
 from jdist._src.core.errors import RetraceWarning as RetraceWarning
 from jdist._src.core.errors import SharedRandomnessWarning as SharedRandomnessWarning
+from jdist._src.core.errors import TransferWarning as TransferWarning
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning as UnrecognizedOptimizerStateWarning
 from jdist._src.core.migration_hints import missing_attribute_error as _missing_attribute_error
 from jdist._src.core.public_names import set_public_module as _set_public_module

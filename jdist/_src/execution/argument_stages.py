@@ -138,9 +138,18 @@ class HostValues(Stage):
     def _note_host_state(self, args: Arguments) -> None:
         if values := host_leaves(args[0]):
             self._accepts_host_state = True
-            self._check(args, values)
+            self._check_range(args, values)
 
     def _check(self, args: Arguments, values: Sequence[Any]) -> None:
+        self._check_range(args, values)
+        if activity.host_value_observers:
+            leaves = [
+                (name, leaf) for name, leaf in self._spec.user_call(args).leaves() if isinstance(leaf, np.ndarray)
+            ]
+            for observe in tuple(activity.host_value_observers):
+                observe(leaves)
+
+    def _check_range(self, args: Arguments, values: Sequence[Any]) -> None:
         """Raises an error that names the argument if JAX would truncate one of these host values."""
         if not all(map(is_jit_argument, values)):
             for name, leaf in self._spec.user_call(args).leaves():
