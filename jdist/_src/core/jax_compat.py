@@ -92,14 +92,15 @@ def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
 
             replace(arrays, "__buffer__", share_noted)
         else:
-            for convert in (np.asarray, np.array):
+            converters: list[Any] = [np.asarray, np.array]
+            for convert in converters:
 
                 def convert_noted(value: Any, *args: Any, convert: Any = convert, **kwargs: Any) -> Any:
                     if isinstance(value, ArrayImpl):
                         note(value)
                     return convert(value, *args, **kwargs)
 
-                replace(np, convert.__name__, functools.wraps(convert)(convert_noted))
+                replace(np, convert.__name__, convert_noted)
         yield
 
 

@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.declared_sizes import declare_sizes
 from jdist._src.core.tree import dtype_and_shape, one_line
 from jdist._src.data.array_rows import describe_row
 from jdist._src.data.batch_sync import ProcessBatchSync, new_channel
@@ -71,7 +70,6 @@ def dataset_from_source(
             raise ValueError(f"The source reads one shard of the data: {shard}. {SAME_SOURCE}")
         if not isinstance(buckets, Buckets | None):
             raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {one_line(buckets)}.")
-        declare_sizes(buckets.widths if buckets else ())
         adapted = local_source
         if not isinstance(adapted, Files):
             adapted = source_of(local_source, batch_size is None, bool(shuffle), seed, buckets)

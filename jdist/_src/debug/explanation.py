@@ -1,6 +1,7 @@
 """`Explanation`: which results of a step are replicated, and why, as data, text, HTML and a picture."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from jdist._src.strategies.description import grouped, listed
 from jdist._src.strategies.mesh_drawing import WIDTH
 
 _MAX_ROWS = 40  # of the table
-_MAX_PROBLEMS = 5  # leaves that are explained below the table
+_MAX_CAUSES = 5  # that are explained below the table
 _HEAD = ("leaf", "verdict", "why")
 
 
@@ -97,11 +98,14 @@ class Explanation:
         for path, leaves in grouped(self.leaves, _MAX_ROWS, separator="["):
             table.add_row(*map(Text, _row(path, leaves)))
         parts: list[Any] = [Text(self._title, style="bold"), table]
-        for leaf in self.problems[:_MAX_PROBLEMS]:
-            facts = {"why": "\n-> ".join(leaf.reasons), "fix": leaf.fix}
-            parts += [Text(), facts_table(f"{leaf.path} is not proved to be replicated", facts)]
-        if more := self.problems[_MAX_PROBLEMS:]:
-            parts += [Text(), Text(f"Not proved either: {listed([leaf.path for leaf in more], 10)}.")]
+        paths_by_cause: dict[tuple[tuple[str, ...], str], list[str]] = {}
+        for leaf in self.problems:
+            paths_by_cause.setdefault((leaf.reasons, leaf.fix), []).append(leaf.path)
+        for (reasons, fix), paths in itertools.islice(paths_by_cause.items(), _MAX_CAUSES):
+            title = f"Not proved to be replicated: {listed(paths, 4)}"
+            parts += [Text(), facts_table(title, {"why": "\n-> ".join(reasons), "fix": fix})]
+        if more := list(itertools.chain(*list(paths_by_cause.values())[_MAX_CAUSES:])):
+            parts += [Text(), Text(f"Not proved either: {listed(more, 10)}.")]
         return Group(*parts)
 
     def _repr_html_(self) -> str:

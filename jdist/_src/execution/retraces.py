@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 from jax.tree_util import PyTreeDef
 
 from jdist._src.core import source_lines
-from jdist._src.core.declared_sizes import are_declared
+from jdist._src.core.declared_shapes import are_declared
 from jdist._src.core.errors import RetraceWarning
 from jdist._src.core.tree import short_line
 from jdist._src.execution.backend import ProgramSpec
@@ -66,7 +66,7 @@ class Retraces(Stage):
     """Warns if JAX traces a step again because its arguments have changed, or compiles it for another sharding.
 
     It runs while JAX traces, so other calls do not pay for it. It does not compare programs that `lower` traces, calls with
-    another number of arguments, host values with arrays on devices, and sizes that a data set declares.
+    another number of arguments, host values with arrays on devices, and shapes that a data set declares.
 
     Mutable: it knows the arguments of the programs of calls.
 
@@ -159,7 +159,8 @@ def _changes(old: _Signature, new: _Signature) -> list[_Change]:
     changes += [_Change(f"{name} is new", _STRUCTURE_ADVICE) for name in added]
     for name, after in new.leaves.items():
         before = old.leaves.get(name, after)
-        if before[1:] != after[1:] or not are_declared(before.shape, after.shape):
+        is_expected = before[1:] == after[1:] and are_declared(before.shape, after.shape)
+        if before != after and not is_expected:
             changes.append(_Change(f"{name} is {after}, and was {before}", _advice(before, after)))
     if not changes and old.leaves == new.leaves:
         changes = [
@@ -204,7 +205,10 @@ _SHAPE_ADVICE = (
     "batches whose width varies to few widths."
 )
 _DTYPE_ADVICE = "Pass arrays of one dtype: cast them (`.astype`)."
-_WEAK_TYPE_ADVICE = "Pass an array with a dtype in each call, such as `np.float32(x)`. `strategy.put` gives the leaves of a state a dtype."
+_WEAK_TYPE_ADVICE = (
+    "Pass an array with a dtype in each call, such as `np.float32(x)`. "
+    "`strategy.put` gives the leaves of a state a dtype."
+)
 _STRUCTURE_ADVICE = "Pass arguments of one structure."
 _STATIC_ADVICE = "Pass a value that changes as an array."
 _SHARDING_ADVICE = (
