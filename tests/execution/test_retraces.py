@@ -242,12 +242,7 @@ def make_partials(two):
         two.run(partial(lambda i, x: x * i, i), (1.0,))
 
 
-def make_states(two):
-    for _ in range(12):
-        two.init(lambda: jnp.zeros(2))
-
-
-LOOPS = [run_lambdas, make_steps, make_late_steps, change_static_arguments, make_partials, make_states]
+LOOPS = [run_lambdas, make_steps, make_late_steps, change_static_arguments, make_partials]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

@@ -389,6 +389,11 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
 
 
+def dtype_of(atom: Any) -> Any:
+    """Returns the dtype of an operand or a result of an equation."""
+    return atom.aval.dtype
+
+
 def is_ref(atom: Any) -> bool:
     """Whether an operand of an equation is a mutable reference."""
     return type(atom.aval).__name__ == "AbstractRef"

@@ -87,6 +87,7 @@ def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, conte
     def user_call(args: Arguments) -> UserCall:
         return UserCall(fn(), *unpacked(args, has_state=False))
 
+    _warn_of_many_programs(fn(), backend)
     return _program(fn(), user_call, lambda outputs: ((), outputs), backend, context)
 
 
@@ -117,6 +118,7 @@ def step_program(
         args = unpacked(args, has_state=True)
         return UserCall(fn, [x.split() if isinstance(x, StackedInputs) else x for x in args], {})
 
+    _warn_of_many_programs(fn, backend)
     stages = [StepPolicies(options.precision), StateUpdate()]
     program = _program(fn, user_call, split_result, backend, context, stages, options)
     functools.update_wrapper(program, fn, updated=())
@@ -133,7 +135,6 @@ def _program(
     options: StepOptions | None = None,
 ) -> Program:
     check_callable(fn)
-    _warn_of_many_programs(fn, backend)
     has_state, options = options is not None, options or StepOptions(donate=False)
     compiler_options, name = options.compiler_options, function_name(fn)
     spec = ProgramSpec(

@@ -20,6 +20,7 @@ from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
 from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica
+from jdist._src.execution.retraces import Retraces
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, TraceFn
 from jdist._src.replica.context import in_replica_function
@@ -130,6 +131,12 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
             "A step cannot be pickled: it is compiled for devices of this process. Pickle its function, `step.__wrapped__`, "
             "and the strategy, and call `strategy.step(fn)` again. `jdist.export` saves a function with its weights."
         )
+
+    def _forget_arguments(self) -> None:
+        """Lets later calls have other arguments than earlier ones, without a `RetraceWarning`."""
+        for stage in self._stages:
+            if isinstance(stage, Retraces):
+                stage.forget()
 
     def _wrapped_lower(self, lower: LowerFn) -> LowerFn:
         for stage in reversed(self._stages):

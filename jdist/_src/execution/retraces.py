@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 from jdist._src.core import source_lines
 from jdist._src.core.declared_shapes import are_declared
 from jdist._src.core.errors import RetraceWarning
-from jdist._src.core.tree import short_line
+from jdist._src.core.tree import named_leaves, short_line
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.stage import Stage
@@ -81,6 +81,10 @@ class Retraces(Stage):
         self._shardings: list[dict[str, tuple[_Aval, Sharding]]] = []
         self._num_programs = 1
 
+    def forget(self) -> None:
+        """Forgets the programs of earlier calls."""
+        self._signatures, self._shardings = [], []
+
     def wrap_lower(self, lower: LowerFn, compiled: CompiledFunction) -> LowerFn:
         """See `Stage`."""
 
@@ -123,10 +127,10 @@ class Retraces(Stage):
         self._warn(changes, "is traced and compiled again")
 
     def _compare_shardings(self, args: Arguments) -> None:
+        # Only the wrappers of the state are removed: a batch may be a part of an array that is not read yet.
+        named = [*self._spec.user_call(args[:1]).leaves(), *named_leaves("inputs", args[1:])]
         leaves = {
-            name: (_aval(leaf), leaf.sharding)
-            for name, leaf in self._spec.user_call(args).leaves()
-            if is_device_array(leaf) and leaf.committed
+            name: (_aval(leaf), leaf.sharding) for name, leaf in named if is_device_array(leaf) and leaf.committed
         }
         alike = [old for old in self._shardings if old.keys() == leaves.keys()]
         alike = [old for old in alike if all(old[name][0] == leaves[name][0] for name in leaves)]
