@@ -274,6 +274,7 @@ def first_call_interrupted(step, args, number):
     return False
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 @pytest.mark.parametrize("call", ["step", "lower"])
 def test_first_call_interrupted_anywhere_in_a_trace_leaves_no_trace_behind(call):
     one = jdist.OneDeviceStrategy()

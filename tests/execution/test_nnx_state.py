@@ -133,6 +133,7 @@ def test_modules_of_a_step_without_donation_are_not_changed(two):
     np.testing.assert_array_equal(new.layers[0].bias[...], 1)
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 def test_changes_on_the_host_between_steps_are_noticed(two):
     def step(model, x):
         mode = "train" if not model.dropout.deterministic else "eval"

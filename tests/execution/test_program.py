@@ -33,6 +33,7 @@ def compiled():
 # --- once per signature
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 @pytest.mark.parametrize("method", ["step", "run"])
 def test_step_and_run_are_traced_and_compiled_once_per_signature(method, strategy, compiled):
     traces = []
@@ -92,6 +93,7 @@ def test_init_of_same_function_is_traced_and_compiled_once(strategy, compiled):
     assert (len(traces), len(compiled)) == (1, 1)
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 def test_steady_steps_transfer_nothing_between_host_and_devices_implicitly(strategy):
     step = strategy.step(lambda state, batch: (state + jdist.all_reduce("mean", batch.sum(0)), batch.sum()))
     state = strategy.init(lambda: jnp.zeros(4))
@@ -626,6 +628,7 @@ def made_from_blocks(placed, w):
     return w, jax.make_array_from_single_device_arrays(w.shape, w.sharding, blocks)
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 @pytest.mark.parametrize("call", ["first", "of_new_shape", "of_same_shape", "of_same_signature"])
 @pytest.mark.parametrize("pair", [one_array, placed_twice, placed_and_not_placed, made_from_blocks])
 def test_memory_in_two_leaves_of_a_state_is_refused_before_a_device_starts(pair, call, two):

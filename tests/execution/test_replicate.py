@@ -146,6 +146,7 @@ OTHER_DEVICES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 @each_row("make, ours", [(m, w) for m, *w in OTHER_DEVICES.values()], ids=OTHER_DEVICES)
 def test_argument_of_another_strategy_raises_with_its_name_and_the_state_is_not_donated(make, ours, two):
     def predict(batch, weight):

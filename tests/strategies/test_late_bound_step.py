@@ -249,6 +249,7 @@ def test_call_outside_the_scope_of_the_state_is_an_error_with_a_note(two):
 # -- donation ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 def test_errors_for_a_donated_state_name_donate(two):
     step, state, x = jdist.step(descend), two.put(1.0), rows(two, 3)
     with two.scope():

@@ -154,6 +154,8 @@ class CallLog:
         return sum(launch_counts().values())
 
 
+# Called with the names and values of the host values of each call of a program that has some, before the call.
+host_value_observers: list[Callable[[Sequence[tuple[str, Any]]], None]] = []
 # Exceptions that the next call of a program raises at its start: errors, or timers of interrupts that are held back.
 pending: list[Exception | threading.Timer] = []
 calls = CallLog()

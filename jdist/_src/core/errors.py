@@ -43,6 +43,14 @@ class UnrecognizedOptimizerStateWarning(UserWarning):
     """A part of a state looks like the state of an optimizer and is not recognized, so it is not sharded as one."""
 
 
+class RetraceWarning(UserWarning):
+    """A step is traced or compiled again because its arguments have changed, or functions are compiled again and again."""
+
+
+class TransferWarning(UserWarning):
+    """A line of a loop transfers values between host and devices in each step."""
+
+
 class FitError(RuntimeError):
     """Training ended with an error, which is the `__cause__` of this exception.
 

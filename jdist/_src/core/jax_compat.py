@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
 
@@ -55,25 +56,60 @@ def on_backend_start(callback: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
-    """Calls `callback(array)` before this thread reads the values of an array on the host, while the block runs.
+    """Calls `callback(array)` when this thread reads the values of an array on the host, while the block runs.
 
-    JAX's transfer guard reports such reads for accelerators only.
+    JAX's transfer guard reports such reads for accelerators only. `jax.device_get` is an explicit transfer, without a callback.
     """
     from jax._src.array import ArrayImpl  # no public hook
 
     arrays: Any = ArrayImpl
-    original, thread = arrays._value, threading.get_ident()
+    thread = threading.get_ident()
+
+    def note(array: jax.Array) -> None:
+        if threading.get_ident() == thread and not _is_called_by(jax.device_get):
+            callback(array)
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    original = arrays._value
 
     def read(array: jax.Array) -> Any:
-        if threading.get_ident() == thread:
-            callback(array)
+        note(array)
         return original.fget(array)
 
-    arrays._value = property(read)
-    try:
+    with contextlib.ExitStack() as replaced:
+        replace(arrays, "_value", property(read))
+        # numpy shares the memory of an array on a single CPU device, and waits for its values.
+        if sys.version_info >= (3, 12):
+            share = arrays.__buffer__
+
+            def share_noted(array: jax.Array, flags: int) -> memoryview:
+                buffer = share(array, flags)  # an error for other arrays: numpy reads `_value` then
+                note(array)
+                return buffer
+
+            replace(arrays, "__buffer__", share_noted)
+        else:
+            converters: list[Any] = [np.asarray, np.array]
+            for convert in converters:
+
+                def convert_noted(value: Any, *args: Any, convert: Any = convert, **kwargs: Any) -> Any:
+                    if isinstance(value, ArrayImpl):
+                        note(value)
+                    return convert(value, *args, **kwargs)
+
+                replace(np, convert.__name__, convert_noted)
         yield
-    finally:
-        arrays._value = original
+
+
+def _is_called_by(fn: Callable[..., Any]) -> bool:
+    """Whether a Python function is on the call stack."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not fn.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def add_to_memory_space_errors(advice: str) -> None:
@@ -351,6 +387,11 @@ def is_function_of(equation: Equation, folders: tuple[str, ...]) -> bool:
 def shape_of(atom: Any) -> tuple[int, ...]:
     """Returns the shape of an operand or a result of an equation."""
     return atom.aval.shape
+
+
+def dtype_of(atom: Any) -> Any:
+    """Returns the dtype of an operand or a result of an equation."""
+    return atom.aval.dtype
 
 
 def is_ref(atom: Any) -> bool:

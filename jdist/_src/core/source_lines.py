@@ -115,6 +115,21 @@ def caller_frame(frame: FrameType | None = None) -> Frame | None:
     return None
 
 
+def reader_frame() -> Frame | None:
+    """Returns the innermost frame of user code that calls jdist or JAX; None if jdist calls JAX, which is not a user's line."""
+    frame = sys._getframe()
+    while frame is not None and _absolute(frame.f_code.co_filename).startswith(_JDIST):
+        frame = frame.f_back
+    while frame is not None and _in_jax(_absolute(frame.f_code.co_filename)):
+        frame = frame.f_back
+    is_user = frame is not None and not _absolute(frame.f_code.co_filename).startswith(_JDIST)
+    return caller_frame(frame) if is_user else None
+
+
+def _in_jax(file: str) -> bool:
+    return file.startswith(_folders("jax", "jaxlib", "numpy"))
+
+
 def code_at(frame: Frame) -> str:
     """Returns the text of a line of source code and its place: "`next(batches)` at loader.py:88"."""
     code = linecache.getline(frame.file, frame.line).strip() or frame.function

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.declared_shapes import declare_shapes
 from jdist._src.core.errors import BatchedElementsWarning
 from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.rendering import facts_table, html_of
@@ -390,7 +391,10 @@ def _device_batches(
         # The user's transfer guard is for implicit transfers of the step; these are explicit.
         with jax.transfer_guard_host_to_device("allow"):
             leaves, treedef = jax.tree.flatten(batch.rows)
-            rows = treedef.unflatten([PerReplica(place(leaf)) for leaf in leaves])
+            arrays = list(map(place, leaves))
+            if config.buckets is not None:
+                declare_shapes(array.shape for array in arrays)
+            rows = treedef.unflatten(list(map(PerReplica, arrays)))
             weights = batch.weights
             if weights is not None and (weights is not full_weights[0] or full_weights[1].is_deleted()):
                 full_weights = weights, place(weights)

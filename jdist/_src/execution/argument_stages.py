@@ -117,6 +117,8 @@ class HostValues(Stage):
             host_values = host_leaves(args[1:] if skips_state else args)
             if host_values:
                 self._check(args, host_values)
+                if not skips_state:
+                    args = (jax.tree.map(_strongly_typed, args[0]), *args[1:])
             calls = activity.calls
             for before_step in tuple(calls.before_step):
                 before_step(calls.steps + 1)
@@ -136,14 +138,28 @@ class HostValues(Stage):
     def _note_host_state(self, args: Arguments) -> None:
         if values := host_leaves(args[0]):
             self._accepts_host_state = True
-            self._check(args, values)
+            self._check_range(args, values)
 
     def _check(self, args: Arguments, values: Sequence[Any]) -> None:
+        self._check_range(args, values)
+        if activity.host_value_observers:
+            leaves = [
+                (name, leaf) for name, leaf in self._spec.user_call(args).leaves() if isinstance(leaf, np.ndarray)
+            ]
+            for observe in tuple(activity.host_value_observers):
+                observe(leaves)
+
+    def _check_range(self, args: Arguments, values: Sequence[Any]) -> None:
         """Raises an error that names the argument if JAX would truncate one of these host values."""
         if not all(map(is_jit_argument, values)):
             for name, leaf in self._spec.user_call(args).leaves():
                 check_not_leaked(name, leaf)
                 check_range(name, leaf)
+
+
+def _strongly_typed(leaf: Any) -> Any:
+    """Returns a Python number of a state in the dtype of the new state, so that the next call is not traced again."""
+    return np.asarray(leaf, jax.typeof(leaf).dtype) if isinstance(leaf, (bool, int, float, complex)) else leaf
 
 
 def raise_option_error(error: Exception) -> None:

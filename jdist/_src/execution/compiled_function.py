@@ -59,6 +59,7 @@ class CompiledFunction:
         on_results: Called after each call with the results, their leaves and their structure, before the caller has them.
         on_new_signature: Called with the arguments of the first call of each signature, after it.
         num_signatures: The number of signatures that steps were called with; 0 if JAX does not count them.
+        lowers_apart: Whether the next call traces the program again that `lower` has traced.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class CompiledFunction:
         self.on_results: list[Callable[[Results, list[Any], ResultStructure], None]] = []
         self.on_new_signature: list[Callable[[Arguments], None]] = []
         self.num_signatures = 0
+        self.lowers_apart = False
         self.call = uninterrupted(self._jitted, self._finish, self._runs_python, self._after_failure)
 
     def note_signature(self, args: Arguments) -> None:
@@ -108,19 +110,9 @@ class CompiledFunction:
 
     def lower(self, args: Arguments) -> jax.stages.Lowered:
         """Returns the program lowered for arguments of these shapes."""
-        return self._lower(self._jitted, args)
-
-    def lower_apart(self, args: Arguments) -> jax.stages.Lowered:
-        """Returns the same as `lower`; the next call traces the program again."""
-        return self._lower(self._jit(lambda *args: self._traced(*args)), args)
-
-    def _jit(self, fn: Callable[..., Any]) -> Any:
-        fn.__name__ = fn.__qualname__ = self._name
-        return jax.jit(fn, donate_argnums=(0,) if self._donates else (), compiler_options=self._compiler_options)
-
-    def _lower(self, jitted: Any, args: Arguments) -> jax.stages.Lowered:
+        jitted = self._jit(lambda *args: self._traced(*args)) if self.lowers_apart else self._jitted
         try:
-            lowered = jitted.lower(*_shapes(args, self._shardings(args)))
+            lowered = jitted.lower(*self.shapes(args))
         except KeyboardInterrupt:
             jax_compat.end_interrupted_trace()
             raise
@@ -128,6 +120,14 @@ class CompiledFunction:
         if isinstance(result, dict):
             lowered.out_tree = self._structures[min(result)].treedef  # its leaves are those of the dict, in this order
         return lowered
+
+    def shapes(self, args: Arguments) -> Arguments:
+        """Returns the shape of each leaf of the arguments, with the sharding that the program takes."""
+        return _shapes(args, self._shardings(args))
+
+    def _jit(self, fn: Callable[..., Any]) -> Any:
+        fn.__name__ = fn.__qualname__ = self._name
+        return jax.jit(fn, donate_argnums=(0,) if self._donates else (), compiler_options=self._compiler_options)
 
     def _runs_python(self) -> bool:
         """Whether `jax.jit` runs Python code in the next call: in every one of this program, or in the first one."""

@@ -94,7 +94,8 @@ class Processes(Stage):
 
     def wrap_lower(self, lower: LowerFn, compiled: CompiledFunction) -> LowerFn:
         """See `Stage`. Processes compare a program when they call it, and a call does not trace what `lower` has traced."""
-        return compiled.lower_apart
+        compiled.lowers_apart = True
+        return lower
 
     def _note_results(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
         if not jax_compat.is_tracing():

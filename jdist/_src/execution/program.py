@@ -19,9 +19,10 @@ from jdist._src.execution.argument_stages import named_arguments_text
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
-from jdist._src.execution.replicate import replicate
+from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica
+from jdist._src.execution.retraces import Retraces
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, Proof, Results, TraceFn
+from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, TraceFn
 from jdist._src.replica.context import in_replica_function
 
 StateT = TypeVar("StateT")
@@ -45,15 +46,15 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
     options: Any  # of a step, its `StepOptions`
 
     def __init__(self, spec: ProgramSpec, stages: Sequence[Stage]):
-        self.backend, self._name, self._stages = spec.backend, spec.name, stages
+        self.backend, self._name, self._spec, self._stages = spec.backend, spec.name, spec, stages
         trace: TraceFn = lambda args: replicate(spec.user_call(args), spec, stages)
         for stage in reversed(stages):
             trace = stage.wrap_trace(trace)
         options = self.compiler_options(spec.compiler_options)
         self._compiled = compiled = CompiledFunction(trace, spec.name, spec.donates, options, spec.shardings)
-        self._call, self._lower = compiled.call, compiled.lower
+        self._call, self._lower = compiled.call, self._wrapped_lower(compiled.lower)
         for stage in reversed(stages):
-            self._call, self._lower = stage.wrap_call(self._call, compiled), stage.wrap_lower(self._lower, compiled)
+            self._call = stage.wrap_call(self._call, compiled)
 
     if TYPE_CHECKING:
 
@@ -92,6 +93,18 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         """Returns the program lowered for arguments of these shapes: `lower(...).compile().as_text()`."""
         return self._lower(args)
 
+    def _trace_replica(self, *args: PyTree) -> TracedReplica:
+        """Returns the traced program of one replica for arguments of these shapes. Its results may vary."""
+        traced: list[TracedReplica] = []
+
+        def trace_shapes(args: Arguments) -> Any:
+            trace = lambda *args: traced.append(trace_replica(self._spec.user_call(args), self._spec, self._stages))
+            jax.eval_shape(trace, *self._compiled.shapes(args))
+
+        with unkeyed():
+            self._wrapped_lower(trace_shapes)(args)
+        return traced[0]
+
     def compiler_options(self, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Returns the options of XLA for this program, from the options of its user."""
         merged = None if options is None else dict(options)
@@ -124,6 +137,17 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
             "A step cannot be pickled: it is compiled for devices of this process. Pickle its function, `step.__wrapped__`, "
             "and the strategy, and call `strategy.step(fn)` again. `jdist.export` saves a function with its weights."
         )
+
+    def _forget_arguments(self) -> None:
+        """Lets later calls have other arguments than earlier ones, without a `RetraceWarning`."""
+        for stage in self._stages:
+            if isinstance(stage, Retraces):
+                stage.forget()
+
+    def _wrapped_lower(self, lower: LowerFn) -> LowerFn:
+        for stage in reversed(self._stages):
+            lower = stage.wrap_lower(lower, self._compiled)
+        return lower
 
     def _outside_contexts(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context without the host's contexts: in `scope()` or `jax.set_mesh` a program would be compiled again."""

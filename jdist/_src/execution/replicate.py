@@ -73,7 +73,7 @@ def replicate(
     backend, context, has_state = spec.backend, spec.context, spec.has_state
     jaxpr = jax_compat.open_jaxpr(program)
     check_no_captured_ref(jaxpr)
-    inputs = _analysis_inputs(function.items, names, context.axes)
+    inputs = analysis_inputs(function.items, names, context.axes)
     variations = replication.prove(jaxpr, inputs, context.axes)
     clip_check.warn_of_clipped_gradients(jaxpr)
     num_state_leaves = len(jax.tree.leaves(call.args[0])) if has_state else 0
@@ -179,13 +179,19 @@ def _not_replicated(varying: Sequence[tuple[str, Variation]], num_state: int) ->
         f"{name} is not proved to be replicated{also}.\n"
         f"  It may differ because of\n    {replication.explain_cause(cause)}\n"
         f"  {replication.fix_for(cause, list(variation))}\n"
-        "  If each replica should have its own value, wrap the value where the state is made: `jdist.PerReplica(x)`. To "
-        "aggregate the values that the replicas write, use `jdist.Mirrored(x, aggregation)`. `strategy.init` wraps the "
-        "state of a `jdist.sync` policy, if the state is made in it."
+        f"  {WRAPPER_ADVICE}"
     )
 
 
-def _analysis_inputs(items: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) -> list[replication.Input]:
+WRAPPER_ADVICE = (
+    "If each replica should have its own value, wrap the value where the state is made: `jdist.PerReplica(x)`. To "
+    "aggregate the values that the replicas write, use `jdist.Mirrored(x, aggregation)`. `strategy.init` wraps the "
+    "state of a `jdist.sync` policy, if the state is made in it."
+)
+
+
+def analysis_inputs(items: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) -> list[replication.Input]:
+    """Returns the name of each leaf of the arguments, and the axes along which it varies."""
     inputs: list[replication.Input] = []
     for item, name in zip(items, names, strict=True):
         if is_distributed(item):

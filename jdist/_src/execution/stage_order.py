@@ -7,6 +7,7 @@ from jdist._src.execution.cpu_stages import DonatedMemory, OneAtATime
 from jdist._src.execution.multi_step import RepeatedSteps, StackedSteps, StepLoop
 from jdist._src.execution.nn_module_stage import Modules
 from jdist._src.execution.process_stage import Processes
+from jdist._src.execution.retraces import Retraces
 from jdist._src.execution.stage import Stage
 from jdist._src.values.process_calls import processes_of
 
@@ -25,6 +26,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
     stages: list[Stage | None] = [
         ArgumentErrors(spec),  # names the arguments as the user passed them
         Modules(spec.has_state, spec.donates, packs),  # arrays from here on
+        Retraces(spec) if spec.has_state else None,  # names the leaves of arrays
         *spec.function_stages,  # in each step
         StackedSteps(loop) if loop else None,  # before anything reads the batches
         HostValues(

@@ -23,8 +23,12 @@ def collective_lines(program: Any) -> Sequence[str]:
     return list(dict.fromkeys(map(_line, equations)))
 
 
+def collective_name(equation: jax_compat.Equation) -> str:
+    """Returns the name of the function that a user calls for a collective: `all_reduce` for a `psum`."""
+    return _NAMES.get(equation.primitive.name, equation.primitive.name)
+
+
 def _line(equation: jax_compat.Equation) -> str:
-    name = equation.primitive.name
     frame = source_lines.equation_frame(equation)
     has_line = frame is not None and not source_lines.is_in_jdist(frame)
-    return _NAMES.get(name, name) + (f" at {frame}" if has_line else "")
+    return collective_name(equation) + (f" at {frame}" if has_line else "")

@@ -51,7 +51,8 @@ class _WithoutAxis(Evaluator):
 
 
 def _identity(equation: Equation, operands: list[Any]) -> list[Any]:
-    return operands
+    pairs = zip(operands, equation.outvars, strict=True)  # a literal is weakly typed
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x, jax_compat.dtype_of(var)) for x, var in pairs]
 
 
 def _reshape(equation: Equation, operands: list[Any]) -> list[Any]:

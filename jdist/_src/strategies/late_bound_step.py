@@ -75,7 +75,9 @@ class Step(Generic[StateT, InputsT, OutputsT]):
             """Returns the new state and the outputs, as global values."""
             program = self._last_positional()
             if named or program is None or program.backend is not self._current_strategy()._backend:
-                program, args = self._program(args, named)
+                program, args = self._program(self._current_strategy(), args, named)
+                self._last = weakref.ref(program)
+                self._last_positional = _no_program if named or self._static_argnames else self._last
             try:
                 return program.call(args)
             except ValueError as error:
@@ -137,20 +139,18 @@ class Step(Generic[StateT, InputsT, OutputsT]):
             )
         return program.proof
 
-    def _program(self, args: tuple[PyTree, ...], named: Mapping[str, PyTree]) -> tuple[Program, tuple[PyTree, ...]]:
-        """Returns the program for these arguments and the current strategy, and its arguments."""
-        strategy = self._current_strategy()
+    def _program(
+        self, strategy: Any, args: tuple[PyTree, ...], named: Mapping[str, PyTree]
+    ) -> tuple[Program, tuple[PyTree, ...]]:
+        """Returns the program for these arguments and a strategy, and its arguments."""
         if not named and not self._static_argnames:
-            program = self._program_of(strategy, _AS_WRITTEN, ())
-            self._last = self._last_positional = weakref.ref(program)
-            return program, args
+            return self._program_of(strategy, _AS_WRITTEN, ()), args
         signature = len(args), tuple(named)
         order = self._orders.get(signature)
         if order is None:
             order = self._orders[signature] = _argument_order(self, self._static_argnames, *signature)
         values = (*args, *named.values())
         program = self._program_of(strategy, order.form, [values[i] for i in order.static])
-        self._last, self._last_positional = weakref.ref(program), _no_program
         return program, tuple(values[i] for i in order.inputs)
 
     def _program_of(self, strategy: Any, form: "_CallForm", static_values: Sequence[Any]) -> Program:

@@ -586,7 +586,10 @@ class Trainer:
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._cache:
             self._cache[key] = make()
-        return self._cache[key]
+        value = self._cache[key]
+        if isinstance(value, Program):  # for another data set
+            value._forget_arguments()
+        return value
 
 
 def _with_progress(callbacks: list[Callback], progress: ProgressKind) -> list[Callback]:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
+from jax import core, lax
 from jax.sharding import NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
@@ -30,7 +30,9 @@ def device_put_copy(x: Any, sharding: Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and (sharding.is_fully_addressable or not x.is_fully_addressable):
         if x.sharding.memory_kind != sharding.memory_kind and isinstance(x.sharding, NamedSharding):
             x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind or "device"))
-        return jax.device_put(x.copy(), sharding)
+        is_weak = jax.typeof(x).weak_type if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else False
+        # The state that a step returns is strongly typed: a weak type would trace the second step again.
+        return jax.device_put(lax.convert_element_type(x, x.dtype) if is_weak else x.copy(), sharding)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = device_put_copy(np.asarray(jax.random.key_data(x)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
