@@ -2,8 +2,8 @@
 
 jdist proves, while it traces the step, that the replicas stay synchronized. Read `jdist.MirroredStrategy` and
 `jdist.Strategy.step` first. The public names are in this package and in its modules `callbacks`, `cluster`, `coordinator`,
-`data`, `extend`, `hlo`, `metrics`, `sync`, `testing` and `weights`; everything in `_src` is private. Importing jdist does
-not start a JAX backend and does not import optional packages.
+`data`, `debug`, `extend`, `hlo`, `metrics`, `sync`, `testing` and `weights`; everything in `_src` is private. Importing jdist
+does not start a JAX backend and does not import optional packages.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from jdist import callbacks as callbacks
 from jdist import cluster as cluster
 from jdist import coordinator as coordinator
 from jdist import data as data
+from jdist import debug as debug
 from jdist import extend as extend
 from jdist import hlo as hlo
 from jdist import metrics as metrics
