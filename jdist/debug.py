@@ -8,6 +8,7 @@ from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.debug.copies import CopiesDifferError as CopiesDifferError
 from jdist._src.debug.copies import Difference as Difference
 from jdist._src.debug.copies import check_replicated as check_replicated
+from jdist._src.debug.printing import print as print
 
 _set_public_module(globals(), __name__)
 

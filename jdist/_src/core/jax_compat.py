@@ -443,6 +443,18 @@ _PLAIN = frozenset((int, bool, float, type(None)))  # the types of most paramete
 # Calls and control flow.
 
 
+def call_on_host(callback: Callable[..., None], operands: Sequence[Any]) -> None:
+    """Calls `callback` with the values of `operands`, as `jax.debug.callback` does. `callback_of` finds the equation."""
+    from jax._src import debugging  # `jax.debug.callback` wraps the callback in a function of its own
+
+    debugging.debug_callback_p.bind(*operands, callback=callback, effect=debugging.debug_effect, partitioned=False)
+
+
+def callback_of(equation: Equation) -> Any:
+    """Returns the callback of an equation that `call_on_host` traced, or None."""
+    return equation.params.get("callback") if equation.primitive.name == "debug_callback" else None
+
+
 class Call(NamedTuple):
     """The jaxpr that an equation calls.
 

@@ -36,6 +36,10 @@ class Stage:
         """
         return fn
 
+    def wrap_program(self, program: Any) -> Any:
+        """Returns the closed jaxpr that the backend runs for one replica. It runs while JAX traces, after the analysis."""
+        return program
+
     def wrap_trace(self, trace: TraceFn) -> TraceFn:
         """Returns what runs while JAX traces the program, on tracers."""
         return trace
