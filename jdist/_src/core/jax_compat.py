@@ -391,6 +391,11 @@ def may_vary_between_replicas(effect: Any) -> bool:
     return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
 
 
+def has_debug_effect(equation: Equation) -> bool:
+    """Whether an equation, or one inside it, is a callback of `jax.debug`."""
+    return any(type(effect).__name__ == "DebugEffect" for effect in equation.effects)
+
+
 class Contents(NamedTuple):
     """The parts of an equation's parameters, under any key, that may have a meaning beyond its operands.
 

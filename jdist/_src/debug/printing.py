@@ -36,9 +36,8 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  # as `jax
         kwargs: The values of the fields with a name.
 
     Raises:
-        ValueError: While the function is traced: the format string is invalid, or does not use an argument.
-        IndexError, KeyError: While the function is traced: the format string uses an argument that is missing.
-        TypeError: While the function is traced: a value does not have the format, as an array does not have `:.2f`.
+        ValueError: While the function is traced: the format string is invalid, does not use an argument, uses one that is missing,
+            or has a format that a value does not have, as `:.2f` of an array with dimensions.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -70,7 +69,13 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  # as `jax
         sys.stdout.write("".join(f"{prefix}{line}\n" for line in lines))
 
     arrays = [leaf for leaf, each in zip(leaves, is_array, strict=True) if each]
-    _text(fmt, *values(list(map(_example, arrays))))  # raises the errors of the format here
+    try:
+        _text(fmt, *values(list(map(_example, arrays))))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"`jdist.debug.print` cannot format {fmt!r}: {type(error).__name__}: {error}. Pass a format string with a field per "
+            'argument, `"x = {x}"`, and not an f-string, which formats the traced values.'
+        ) from error
     if context.is_asynchronous:
         jax.debug.callback(write, context.replica_id_in_sync_group, *arrays)
     else:
@@ -83,10 +88,7 @@ class _Formatter(string.Formatter):
     def check_unused_args(self, used_args: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         names = [i for i in range(len(args)) if i not in used_args] + [name for name in kwargs if name not in used_args]
         if names:
-            raise ValueError(
-                f"The format string does not use the argument {', '.join(map(repr, names))} of `jdist.debug.print`. Pass the "
-                'format string, `"x = {x}"`, and not an f-string, which formats the traced values.'
-            )
+            raise ValueError(f"it does not use the argument {', '.join(map(repr, names))}")
 
 
 def _text(fmt: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -127,8 +127,10 @@ def _program(
     check_callable(fn)
     has_state, options = options is not None, options or StepOptions(donate=False)
     compiler_options, name = options.compiler_options, function_name(fn)
+    user_stages: Sequence[Stage] = getattr(fn, "program_stages", list)()
+    donates = options.donate and all(stage.donates for stage in user_stages)
     spec = ProgramSpec(
-        name, user_call, as_pair, backend, context, function_stages, has_state, options.donate, compiler_options
+        name, user_call, as_pair, backend, context, function_stages, user_stages, has_state, donates, compiler_options
     )
     loop = None if options.steps_per_call is None else StepLoop(spec, options.steps_per_call)
     return Program(spec, stages_of(spec, loop))

@@ -18,10 +18,12 @@ class Stage:
     Attributes:
         runs_one_step: Whether a program with this stage contains one step. Several steps per call are then several calls.
         places_state: Whether it places each leaf of a state by its path and the class of its container.
+        donates: Whether the memory of the state may be reused for the new state.
     """
 
     runs_one_step: bool = False
     places_state: bool = False
+    donates: bool = True
 
     def compiler_options(self, options: dict[str, Any] | None) -> dict[str, Any] | None:
         """Returns the options of XLA for the program."""

@@ -32,6 +32,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
             spec, processes.record_host_values if processes else None
         ),  # of all steps, before the first one runs
         RepeatedSteps(loop) if loop else None,  # what follows runs once per step
+        *spec.user_stages,  # around all that a step computes
         HostCalls(spec.backend.replicas.axis_sizes),
         *own,
         processes,

@@ -59,7 +59,8 @@ def with_positions(program: Any, axis_sizes: Sequence[tuple[str, int]], deliver:
     evaluator = _Positions(deliver)
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in program.jaxpr.invars]
     evaluate = lambda *arguments: evaluator.run(program.jaxpr, program.consts, arguments)
-    return jax.make_jaxpr(evaluate, axis_env=list(axis_sizes))(*shapes)
+    with jax.disable_jit(False):  # it would evaluate the test of a loop once more
+        return jax.make_jaxpr(evaluate, axis_env=list(axis_sizes))(*shapes)
 
 
 class _Positions(Evaluator):
