@@ -5,7 +5,6 @@ indices out of bounds and divisions by zero, with the line of the user's code.
 """
 
 from jdist._src.core.public_names import set_public_module as _set_public_module
-from jdist._src.debug.checked import Checked as Checked
 from jdist._src.debug.checked import CheckError as CheckError
 from jdist._src.debug.checked import checked as checked
 from jdist._src.debug.copies import CopiesDifferError as CopiesDifferError

@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -56,7 +56,11 @@ def equation_frame(equation: Equation) -> Frame | None:
 
     None if jdist traced it to place an argument on the replicas.
     """
-    stack = equation.source_info.traceback
+    return stack_frame(equation.source_info.traceback)
+
+
+def stack_frame(stack: Any) -> Frame | None:
+    """Returns the innermost frame of user code in a traceback that JAX has recorded. See `equation_frame`."""
     frames = [Frame(f.file_name, f.line_num, f.function_name) for f in stack.frames] if stack else []
     outside_jax = [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
     if not outside_jax or _absolute(outside_jax[0].file).startswith(_VALUES_PACKAGE):

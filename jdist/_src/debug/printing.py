@@ -16,12 +16,11 @@ from jdist._src.replica.context import ReplicaContext, current_context
 def print(fmt: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  # as `jax.debug.print`
     """Prints values in a replica function, one line per replica, in order.
 
-    Each line begins with the index of its replica: `[replica 3] loss 0.25`. The lines of one call of the program, of a step for
+    Each line begins with the index of its replica: `[replica 3] loss 0.25`. The lines of one call of a program, of a step for
     example, are printed when the program has finished, before the call returns. Their order is the order of the program: all
     replicas of a `print`, in the order of their indices, and then the next one. A `print` in a loop prints all replicas of one
-    iteration before the next iteration, also in `scan`, `while_loop`, and the steps of a step with `steps_per_call`. A replica
-    that does not reach a `print`, in a branch of a `cond`, has no line. Under `jax.vmap`, the examples are printed in their order
-    for each replica.
+    iteration before the next iteration, in `scan`, in `while_loop`, and in the steps of a step with `steps_per_call`. A
+    replica that does not reach a `print`, in a branch of a `cond`, has no line. Under `jax.vmap`, each example has its lines.
 
     With several processes, each one prints the lines of its own replicas. A `ShardedStrategy` has one replica. Outside a
     strategy this is `jax.debug.print`. A call of a program with a `print` waits for its results, and a program without one is
@@ -36,8 +35,8 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  # as `jax
         kwargs: The values of the fields with a name.
 
     Raises:
-        ValueError: While the function is traced: the format string is invalid, does not use an argument, uses one that is missing,
-            or has a format that a value does not have, as `:.2f` of an array with dimensions.
+        ValueError: While the function is traced: the format string is invalid, does not use an argument, uses one that is
+            missing, or has a format that a value does not have, as `:.2f` of an array with dimensions.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -73,8 +72,8 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  # as `jax
         _text(fmt, *values(list(map(_example, arrays))))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(
-            f"`jdist.debug.print` cannot format {fmt!r}: {type(error).__name__}: {error}. Pass a format string with a field per "
-            'argument, `"x = {x}"`, and not an f-string, which formats the traced values.'
+            f"`jdist.debug.print` cannot format {fmt!r}: {type(error).__name__}: {error}. Pass a format string with a field "
+            'per argument, `"x = {x}"`, and not an f-string, which formats the traced values.'
         ) from error
     if context.is_asynchronous:
         jax.debug.callback(write, context.replica_id_in_sync_group, *arrays)

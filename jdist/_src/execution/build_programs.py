@@ -5,6 +5,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jdist._src.core.arguments import as_int, check_callable, function_name
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.execution.backend import Backend, ProgramSpec
@@ -79,7 +82,11 @@ def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, conte
     def user_call(args: Arguments) -> UserCall:
         return UserCall(fn(), *unpacked(args, has_state=False))
 
-    return _program(fn(), user_call, lambda outputs: ((), outputs), backend, context)
+    def as_pair(outputs: PyTree) -> Results:
+        # JAX does not partition a `shard_map` without results: callbacks in it would run on one device.
+        return () if jax.tree.leaves(outputs) else jnp.int32(0), outputs
+
+    return _program(fn(), user_call, as_pair, backend, context)
 
 
 def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:

@@ -1,12 +1,13 @@
 """`HostCalls`: the host functions that replicas call, as `jdist.debug.print` does, run in the order of the program."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdist._src.core import jax_compat
+from jdist._src.devices.dispatch import wait_for_results
+from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction, ResultStructure
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, LowerFn, Results
@@ -23,11 +24,11 @@ class HostCalls(Stage):
     Mutable: threads of XLA append calls to a list.
 
     Args:
-        axis_sizes: The names and sizes of the mesh axes of the replicas.
+        spec: The program.
     """
 
-    def __init__(self, axis_sizes: Sequence[tuple[str, int]]):
-        self._axis_sizes = axis_sizes
+    def __init__(self, spec: ProgramSpec):
+        self._axis_sizes = spec.backend.replicas.axis_sizes
         self._compiled: CompiledFunction | None = None
         self._calls: list[tuple[HostFunction, Any, tuple[Any, ...]]] = []
         self._is_used = self._runs_immediately = False
@@ -75,7 +76,7 @@ class HostCalls(Stage):
             self._runs_immediately = True
             return
         try:
-            jax.effects_barrier()
+            wait_for_results(leaves)  # not `jax.effects_barrier`, which raises the errors of other programs
         finally:  # also those before an error of the program
             calls, self._calls = self._calls, []
             for function, _, operands in sorted(calls, key=_place):

@@ -33,7 +33,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
         ),  # of all steps, before the first one runs
         RepeatedSteps(loop) if loop else None,  # what follows runs once per step
         *spec.user_stages,  # around all that a step computes
-        HostCalls(spec.backend.replicas.axis_sizes),
+        HostCalls(spec),
         *own,
         processes,
         DonatedMemory() if is_bounded(mesh) and spec.donates else None,

@@ -48,8 +48,8 @@ def has_host_functions(jaxpr: Jaxpr) -> bool:
 def with_positions(program: Any, axis_sizes: Sequence[tuple[str, int]], deliver: Deliver) -> Any:
     """Returns a closed jaxpr that calls `deliver` in place of its host functions, with the position of each call.
 
-    A position is a vector of numbers, in the lexicographic order of the calls. The calls in the jaxpr are numbered. Of a call in
-    loops, the position begins with the number of the first call in the loop and the iteration, for each loop.
+    A position is a vector of numbers, in the lexicographic order of the calls. The calls in the jaxpr are numbered. Of a call
+    in loops, the position begins with the number of the first call in the loop and the iteration, for each loop.
 
     Args:
         program: The closed jaxpr.
