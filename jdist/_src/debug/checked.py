@@ -101,7 +101,7 @@ class Checked:
             return self._fn(*args, **kwargs)
         if jax_compat.is_tracing():
             raise RuntimeError(
-                "The result of `jdist.debug.checked` is called while JAX traces another function, and its checks are known only "
+                "The result of `jdist.debug.checked` is called while JAX traces another function. Its checks are known only "
                 "when that function runs. Check the outer function instead of `jax.jit(outer)`: "
                 "`jdist.debug.checked(outer)`, or `strategy.step(jdist.debug.checked(step))`."
             )
