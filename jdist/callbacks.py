@@ -13,6 +13,7 @@ from jdist._src.callbacks.logs import CSVLog as CSVLog
 from jdist._src.callbacks.logs import JSONLog as JSONLog
 from jdist._src.callbacks.preemption import Preemption as Preemption
 from jdist._src.callbacks.profiling import Profile as Profile
+from jdist._src.callbacks.replication import CheckReplicated as CheckReplicated
 from jdist._src.callbacks.rows import Rows as Rows
 from jdist._src.callbacks.stopping import EarlyStopping as EarlyStopping
 from jdist._src.callbacks.stopping import TimeLimit as TimeLimit
@@ -30,6 +31,7 @@ from jdist._src.training.state import learning_rate_of as learning_rate_of
 _PUBLIC_CLASSES = [
     EMA,
     Checkpoint,
+    CheckReplicated,
     CSVLog,
     JSONLog,
     Preemption,

@@ -5,20 +5,18 @@ The bits of an array, as 32-bit words, are each multiplied by an odd number that
 change of a single bit changes it.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jdist._src.values.array_bits import bit_words, word_positions
 from jdist._src.values.array_checks import is_in_host_memory, is_on_mesh, mesh_of
 from jdist._src.values.array_copies import to_device_memory
 
 _MULTIPLIER = np.uint32(0x9E3779B1)
-_WORD = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}
 
 
 def fingerprints(arrays: Sequence[Any]) -> list[int]:
@@ -59,24 +57,9 @@ def _device_words(x: Any) -> Any:
 
 @jax.jit
 def _fingerprints(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    return [_weighted_sum(_words(x)) for x in arrays]
+    return [_weighted_sum(bit_words(x)) for x in arrays]
 
 
 def _weighted_sum(words: jax.Array) -> jax.Array:
-    strides = [math.prod(words.shape[dim + 1 :]) % 2**32 for dim in range(words.ndim)]
-    # Not one iota over all words: reshaping it to the shape of the array would all-gather a sharded array.
-    offsets = [lax.broadcasted_iota(jnp.uint32, words.shape, dim) * np.uint32(s) for dim, s in enumerate(strides)]
-    position = sum(offsets, np.uint32(0))
-    return jnp.sum(words * (position * _MULTIPLIER | np.uint32(1)), dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of `x` as uint32; an element of several words has one more dimension."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _words(jnp.stack([x.real, x.imag], -1))
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    bits = (jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo)(x.dtype).bits
-    if bits < 8:
-        x, bits = x.astype(jnp.float32), 32  # exact, for so few bits
-    return lax.bitcast_convert_type(x, _WORD[bits]).astype(jnp.uint32)
+    weights = word_positions(words.shape) * _MULTIPLIER | np.uint32(1)
+    return jnp.sum(words * weights, dtype=jnp.uint32)

@@ -432,6 +432,11 @@ def may_vary_between_replicas(effect: Any) -> bool:
     return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
 
 
+def has_debug_effect(equation: Equation) -> bool:
+    """Whether an equation, or one inside it, is a callback of `jax.debug`."""
+    return any(type(effect).__name__ == "DebugEffect" for effect in equation.effects)
+
+
 class Contents(NamedTuple):
     """The parts of an equation's parameters, under any key, that may have a meaning beyond its operands.
 
@@ -482,6 +487,18 @@ _PLAIN = frozenset((int, bool, float, type(None)))  # the types of most paramete
 
 
 # Calls and control flow.
+
+
+def call_on_host(callback: Callable[..., None], operands: Sequence[Any]) -> None:
+    """Calls `callback` with the values of `operands`, as `jax.debug.callback` does. `callback_of` finds the equation."""
+    from jax._src import debugging  # `jax.debug.callback` wraps the callback in a function of its own
+
+    debugging.debug_callback_p.bind(*operands, callback=callback, effect=debugging.debug_effect, partitioned=False)
+
+
+def callback_of(equation: Equation) -> Any:
+    """Returns the callback of an equation that `call_on_host` traced, or None."""
+    return equation.params.get("callback") if equation.primitive.name == "debug_callback" else None
 
 
 class Call(NamedTuple):

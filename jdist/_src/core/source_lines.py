@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -56,7 +56,11 @@ def equation_frame(equation: Equation) -> Frame | None:
 
     None if jdist traced it to place an argument on the replicas.
     """
-    stack = equation.source_info.traceback
+    return stack_frame(equation.source_info.traceback)
+
+
+def stack_frame(stack: Any) -> Frame | None:
+    """Returns the innermost frame of user code in a traceback that JAX has recorded. See `equation_frame`."""
     frames = [Frame(f.file_name, f.line_num, f.function_name) for f in stack.frames] if stack else []
     first = next((f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))), None)
     if first is None or _absolute(first.file).startswith(_VALUES_PACKAGE):

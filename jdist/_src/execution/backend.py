@@ -119,6 +119,7 @@ class ProgramSpec:
         backend: Runs the program on the devices.
         context: The replica context.
         function_stages: The stages of its kind of program, which wrap the function of one replica.
+        user_stages: The stages of the user's function, as `jdist.debug.checked` adds them.
         has_state: Whether the first argument is a state, which the program replaces.
         donates: Whether the memory of that state is reused for the new state.
         compiler_options: Options of XLA that the user gave.
@@ -130,6 +131,7 @@ class ProgramSpec:
     backend: "Backend"
     context: ReplicaContext
     function_stages: Sequence[Stage] = ()
+    user_stages: Sequence[Stage] = ()
     has_state: bool = False
     donates: bool = False
     compiler_options: Mapping[str, Any] | None = None

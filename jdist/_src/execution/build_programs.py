@@ -10,6 +10,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jdist._src.core import source_lines
 from jdist._src.core.arguments import as_int, check_callable, function_name
 from jdist._src.core.errors import RetraceWarning
@@ -87,8 +90,12 @@ def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, conte
     def user_call(args: Arguments) -> UserCall:
         return UserCall(fn(), *unpacked(args, has_state=False))
 
+    def as_pair(outputs: PyTree) -> Results:
+        # JAX does not partition a `shard_map` without results: callbacks in it would run on one device.
+        return () if jax.tree.leaves(outputs) else jnp.int32(0), outputs
+
     _warn_of_many_programs(fn(), backend)
-    return _program(fn(), user_call, lambda outputs: ((), outputs), backend, context)
+    return _program(fn(), user_call, as_pair, backend, context)
 
 
 def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
@@ -138,8 +145,10 @@ def _program(
     check_callable(fn)
     has_state, options = options is not None, options or StepOptions(donate=False)
     compiler_options, name = options.compiler_options, function_name(fn)
+    user_stages: Sequence[Stage] = getattr(fn, "program_stages", list)()
+    donates = options.donate and all(stage.donates for stage in user_stages)
     spec = ProgramSpec(
-        name, user_call, as_pair, backend, context, function_stages, has_state, options.donate, compiler_options
+        name, user_call, as_pair, backend, context, function_stages, user_stages, has_state, donates, compiler_options
     )
     loop = None if options.steps_per_call is None else StepLoop(spec, options.steps_per_call)
     return Program(spec, stages_of(spec, loop))

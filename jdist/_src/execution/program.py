@@ -162,7 +162,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
             return unkeyed()
         mesh = self.backend.replicas.mesh
         if not jax_compat.is_tracing():
-            return _outside_mesh()
+            return outside_mesh()
         if context_mesh != mesh.abstract_mesh:
             raise ValueError(
                 f"This program runs on the mesh {dict(mesh.shape)} of its strategy, and `jax.set_mesh` has set the mesh "
@@ -173,6 +173,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
 
 
 @contextlib.contextmanager
-def _outside_mesh() -> Iterator[None]:
+def outside_mesh() -> Iterator[None]:
+    """Leaves the host's contexts: `strategy.scope()`, in which programs would be compiled again, and `jax.set_mesh`."""
     with unkeyed(), jax.set_mesh(_NO_MESH):
         yield

@@ -83,7 +83,10 @@ def replicate(
         workers = "devices" if replicas.batch_axes else "replicas"
         warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, context.axes, replicas.num_parts, workers)
     results = _with_wrappers(results, variations)
-    return Traced(results.as_pair(backend.run(function, program, results)), _proof(results), program)
+    run = program
+    for stage in stages:
+        run = stage.wrap_program(run)
+    return Traced(results.as_pair(backend.run(function, run, results)), _proof(results), program)
 
 
 def trace_replica(call: UserCall, spec: ProgramSpec, stages: Sequence[Stage]) -> TracedReplica:

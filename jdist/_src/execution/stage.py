@@ -18,10 +18,12 @@ class Stage:
     Attributes:
         runs_one_step: Whether a program with this stage contains one step. Several steps per call are then several calls.
         places_state: Whether it places each leaf of a state by its path and the class of its container.
+        donates: Whether the memory of the state may be reused for the new state.
     """
 
     runs_one_step: bool = False
     places_state: bool = False
+    donates: bool = True
 
     def compiler_options(self, options: dict[str, Any] | None) -> dict[str, Any] | None:
         """Returns the options of XLA for the program."""
@@ -35,6 +37,10 @@ class Stage:
             call: The call of the user's function, on global values in their wrappers.
         """
         return fn
+
+    def wrap_program(self, program: Any) -> Any:
+        """Returns the closed jaxpr that the backend runs for one replica. It runs while JAX traces, after the analysis."""
+        return program
 
     def wrap_trace(self, trace: TraceFn) -> TraceFn:
         """Returns what runs while JAX traces the program, on tracers."""

@@ -4,6 +4,7 @@ from jdist._src.devices.dispatch import is_bounded
 from jdist._src.execution.argument_stages import ArgumentErrors, HostValues
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.cpu_stages import DonatedMemory, OneAtATime
+from jdist._src.execution.host_calls import HostCalls
 from jdist._src.execution.multi_step import RepeatedSteps, StackedSteps, StepLoop
 from jdist._src.execution.nn_module_stage import Modules
 from jdist._src.execution.process_stage import Processes
@@ -33,6 +34,8 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
             spec, processes.record_host_values if processes else None
         ),  # of all steps, before the first one runs
         RepeatedSteps(loop) if loop else None,  # what follows runs once per step
+        *spec.user_stages,  # around all that a step computes
+        HostCalls(spec),
         *own,
         processes,
         DonatedMemory() if is_bounded(mesh) and spec.donates else None,

@@ -93,10 +93,18 @@ class _VirtualReplicas(Evaluator):
                 continue
             varying_operands = {var for var in operands if var in delayed_results or is_stacked(values[var])}
             varying_results = self._varying_results(jaxpr, equation, varying_operands)
+            if jax_compat.has_debug_effect(equation) and (varying_operands or uses_axes(equation, self._axes)):
+                # A callback runs once per replica, also in an equation without results, or with replicated ones.
+                delayed.append(equation)
+                delayed_results.update(dict.fromkeys(equation.outvars))
+                run_delayed(jaxpr.eqns[number + 1 :])
+                replicated = [var for var in equation.outvars if var in values and var not in varying_results]
+                values.update((var, values[var].slots[0]) for var in replicated)
+                continue
             if varying_results:
                 delayed.append(equation)
                 delayed_results.update(dict.fromkeys(varying_results))
-            if len(varying_results) < len(equation.outvars):
+            if len(varying_results) < len(equation.outvars) or jax_compat.has_debug_effect(equation):
                 # The other results do not depend on the varying operands: any value of these gives the same.
                 one_value = lambda atom, varying=varying_operands: (
                     zeros(atom.aval.shape, atom.aval.dtype)
