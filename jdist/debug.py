@@ -1,8 +1,8 @@
 """Tools that find mistakes in programs: why a step is slow, wrong or not replicated.
 
-`explain` shows the replication proof of a step, and `find_slow_lines` the lines of a loop that transfer or compile in each step.
-`check_replicated` finds silent corruption. In a replica function, `print` shows values per replica. `checked` finds NaN, indices
-out of bounds and divisions by zero, with the line of the user's code.
+`explain` shows the replication proof of a step. `find_slow_lines` finds lines of a loop that transfer or compile in each step.
+`check_replicated` finds silent corruption. In a replica function, `print` shows values per replica. `checked` finds NaN,
+indices out of bounds and divisions by zero, with the line of the user's code.
 """
 
 from jdist._src.core.public_names import set_public_module as _set_public_module

@@ -176,6 +176,7 @@ def test_call_outside_a_strategy():
     assert checked(lambda x, *, y: x + y)(1.0, y=2.0) == 3.0
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 def test_current_strategy_and_new_shapes(two):
     step = jdist.step(checked(lambda w, x: (w, jnp.log(x).sum())))
     with two.scope():

@@ -40,7 +40,6 @@ class Instruction(NamedTuple):
         unquoted = re.sub(r'"[^"]*"', "", self.attributes)
         return [name for names in _CALLED.findall(unquoted) for name in re.findall(r"[\w.-]+", names)]
 
-
     @property
     def is_view(self) -> bool:
         """Whether its result is its operand, in another shape or layout."""

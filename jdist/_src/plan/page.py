@@ -1,18 +1,16 @@
-"""The HTML page of a plan: its tables, and a chart of the memory of one device."""
+"""The HTML page of a `Plan`: its tables, and a chart of the memory of one device. The module of this class imports this one."""
 
 import html
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.paths import as_path
 from jdist._src.core.rendering import html_of
 from jdist._src.plan.tables import WIDTH, num_bytes_text, overview_tables, plan_notes, size_name, size_tables
 from jdist._src.training.report.page import html_page
-
-if TYPE_CHECKING:
-    from jdist._src.plan.plan import Plan, SizePlan
 
 _PARTS = {  # the colors of the report's charts
     "parameters": "--loss",
@@ -26,7 +24,7 @@ _PARTS = {  # the colors of the report's charts
 _ROW, _BAR, _LEFT, _CHART = 34, 20, 110, 620
 
 
-def write_page(plan: "Plan", path: str | os.PathLike[str]) -> pathlib.Path:
+def write_page(plan: Any, path: str | os.PathLike[str]) -> pathlib.Path:
     """Writes the page of a plan atomically, and returns its path."""
     path = as_path(path)
     sections = {"Overview": html_of(overview_tables(plan), WIDTH), "Memory of one device": memory_chart(plan.sizes)}
@@ -37,7 +35,7 @@ def write_page(plan: "Plan", path: str | os.PathLike[str]) -> pathlib.Path:
     return path
 
 
-def memory_chart(sizes: "tuple[SizePlan, ...]") -> str:
+def memory_chart(sizes: Sequence[Any]) -> str:
     """Returns an SVG chart: one bar per number of devices, divided by what the memory contains, with the limit."""
     largest = max(max(size.memory.total, size.memory.limit or 0) for size in sizes) or 1
     scale = _CHART / largest
@@ -55,7 +53,7 @@ def memory_chart(sizes: "tuple[SizePlan, ...]") -> str:
     )
 
 
-def _bar(size: "SizePlan", y: int, scale: float) -> str:
+def _bar(size: Any, y: int, scale: float) -> str:
     parts, x = [], float(_LEFT)
     for part, color in _PARTS.items():
         width = getattr(size.memory, part) * scale

@@ -1,29 +1,26 @@
-"""The tables of a plan, drawn by rich."""
+"""The tables of a `Plan`, drawn by rich. The module of this class imports this one."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdist._src.core.rendering import html_of, text_of
-
-if TYPE_CHECKING:
-    from jdist._src.plan.plan import Plan, SizePlan
 
 WIDTH = 128
 _VERDICTS = {None: "unknown", True: "yes", False: "no"}
 _MAX_COLLECTIVES = 12  # rows per number of devices
 
 
-def plan_text(plan: "Plan") -> str:
+def plan_text(plan: Any) -> str:
     """Returns the tables as plain text."""
     return text_of(plan, WIDTH)
 
 
-def plan_html(plan: "Plan") -> str:
+def plan_html(plan: Any) -> str:
     """Returns the tables as an HTML element."""
     return html_of(plan, WIDTH)
 
 
-def plan_tables(plan: "Plan") -> Any:
+def plan_tables(plan: Any) -> Any:
     """Returns the tables for rich."""
     from rich.console import Group
     from rich.text import Text
@@ -34,19 +31,19 @@ def plan_tables(plan: "Plan") -> Any:
     return Group(*parts, Text(""), Text(plan_notes(plan)))
 
 
-def size_name(size: "SizePlan") -> str:
+def size_name(size: Any) -> str:
     """Returns the heading of the tables of one number of devices."""
     return f"{size.devices:,} devices, {size.hardware}"
 
 
-def overview_tables(plan: "Plan") -> Any:
+def overview_tables(plan: Any) -> Any:
     """Returns the tables with one row per number of devices."""
     from rich.console import Group
 
     return Group(_overview(plan.sizes), _memory(plan.sizes))
 
 
-def size_tables(size: "SizePlan") -> Any:
+def size_tables(size: Any) -> Any:
     """Returns the tables of one number of devices."""
     from rich.console import Group
     from rich.text import Text
@@ -59,7 +56,7 @@ def size_tables(size: "SizePlan") -> Any:
     return Group(*parts)
 
 
-def _overview(sizes: Sequence["SizePlan"]) -> Any:
+def _overview(sizes: Sequence[Any]) -> Any:
     head = (
         "devices",
         "hardware",
@@ -97,7 +94,7 @@ def _overview(sizes: Sequence["SizePlan"]) -> Any:
     return _table(head, rows)
 
 
-def _memory(sizes: Sequence["SizePlan"]) -> Any:
+def _memory(sizes: Sequence[Any]) -> Any:
     """Returns the bytes per device by what they contain, one row per different memory."""
     names = ("parameters", "optimizer", "inputs", "outputs", "activations", "temporaries", "code", "host")
     names = [name for name in names if any(getattr(size.memory, name) for size in sizes)]
@@ -105,12 +102,12 @@ def _memory(sizes: Sequence["SizePlan"]) -> Any:
     return _table(["bytes per device of", *names], rows)
 
 
-def _buffers(size: "SizePlan") -> Any:
+def _buffers(size: Any) -> Any:
     rows = [[num_bytes_text(buffer.bytes), buffer.name, buffer.line or ""] for buffer in size.largest]
     return _table(["largest buffers", "value", "line"], rows)
 
 
-def _collectives(size: "SizePlan") -> Any:
+def _collectives(size: Any) -> Any:
     """Returns the collectives, equal ones in one row, those that send most first."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for each in size.collectives:
@@ -132,7 +129,7 @@ def _collectives(size: "SizePlan") -> Any:
     return _table(["count", "collective", "axis", "sent per device", "overlaps", "line"], rows)
 
 
-def _remedies(size: "SizePlan") -> Any:
+def _remedies(size: Any) -> Any:
     rows = []
     for remedy in size.remedies:
         memory = num_bytes_text(remedy.total) if remedy.total else ""
@@ -142,7 +139,7 @@ def _remedies(size: "SizePlan") -> Any:
     return _table(["variant", "fits", "memory", "step (model)", "note"], rows)
 
 
-def plan_notes(plan: "Plan") -> str:
+def plan_notes(plan: Any) -> str:
     """Returns what the reader of a plan has to know about its times."""
     notes = []
     if any(size.time for size in plan.sizes):
