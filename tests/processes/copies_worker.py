@@ -29,6 +29,15 @@ def _result(tree):
     return "equal"
 
 
+def _assertion(tree):
+    """Returns the text of the error of `assert_replicated`."""
+    try:
+        jdist.testing.assert_replicated(tree)
+    except AssertionError as error:
+        return str(error)
+    return "equal"
+
+
 def results():
     """Returns what `check_replicated` finds, by the kind of tree."""
     strategy = jdist.MultiWorkerMirroredStrategy()
@@ -44,6 +53,8 @@ def results():
             corrupt_leaf(state, 0, jax.local_devices()[0], flip() if process == 0 else (lambda block: None))
         ),
         "after an error": _result(state),
+        "assertion of equal copies": _assertion(state),
+        "assertion": _assertion(corrupt_leaf(state, 1, last, bit)),
         "per replica": _result(strategy.put(jdist.PerReplica(np.float32(range(strategy.num_replicas_in_sync))))),
         "sharded": _result(hybrid.put({"w": W})),
         "equal numbers": _result({"rate": 0.1, "step": 10**30, "x": np.ones(3), "y": jnp.ones(2)}),

@@ -8,11 +8,14 @@ pytestmark = pytest.mark.slow
 def test_results_are_equal_on_all_processes_and_name_the_wrong_device(pair):
     results, others = pair.run("processes.copies_worker:results")
     for name, text in results.items():
-        assert name == "a bad leaf" or others[name] == text, name
+        assert name in ("a bad leaf", "assertion") or others[name] == text, name
     equal = ("equal", "after an error", "per replica", "sharded", "equal numbers", "again", "of each process")
+    equal += ("assertion of equal copies",)
     assert {name: results[name] for name in equal} == dict.fromkeys(equal, "equal")
     assert results["one bit"] == "[[\"['w']\", [3], (1,), True]]"
     assert results["a local change on process 0"] == "[[\"['b']\", [0], (0,), True]]"
+    assert results["assertion"] == "['w'] float32[4,3] is not replicated: its bits differ between the processes."
+    assert "hold different copies" in others["assertion"]  # of the two devices of process 1
     assert results["numbers"] == "[[\"['rate']\", [], (0, 1), False]]"
     assert results["arrays of the host"] == results["arrays on one device"] == "[[\"['x']\", [], (0, 1), False]]"
     for name, leaf in {"another leaf": "['v']", "no leaf": "['w']", "another dtype": "['w']"}.items():

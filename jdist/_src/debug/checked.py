@@ -67,7 +67,7 @@ def checked(
         >>> ratio = jdist.debug.checked(lambda x: x / jdist.replica_id())
         >>> strategy.run(ratio, (1.0,))
         Traceback (most recent call last):
-        jdist.debug.CheckError: A check failed on replica 0: division by zero at ...
+        jdist.debug.CheckError: A check failed on replica 0: division by zero, in ...
     """
     check_callable(fn)
     return Checked(fn, errors)

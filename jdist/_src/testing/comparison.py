@@ -1,6 +1,5 @@
 """Bitwise comparisons of trees: between two trees, and between the copies that the devices hold."""
 
-import hashlib
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core import activity
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.debug.copies import start_comparison
 from jdist._src.values.base import DistributedValues
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.sharded import Sharded
@@ -174,15 +173,11 @@ def _describe_copies(name: str, leaf: jax.Array) -> str:
 
 def _differences_between_processes(leaves: Sequence[tuple[str, jax.Array]]) -> list[str]:
     """Returns a sentence per replicated leaf whose bits differ between the processes. A collective of all processes."""
-    from jax.experimental import multihost_utils
-
     replicated = [(name, leaf) for name, leaf in leaves if leaf.is_fully_replicated and not leaf.is_fully_addressable]
-    digests = [hashlib.sha256(np.asarray(leaf.addressable_data(0)).tobytes()).digest() for _, leaf in replicated]
-    local = np.array([np.frombuffer(digest, np.uint32) for digest in digests], np.uint32).reshape(len(replicated), 8)
-    with activity.waiting("the comparison of copies by `assert_replicated`"):
-        by_process = np.asarray(multihost_utils.process_allgather(local))
+    found = start_comparison([leaf for _, leaf in replicated]).differences()
+    different = {difference.leaf for _, difference in found}
     return [
         f"{name} {dtype_and_shape(leaf)} is not replicated: its bits differ between the processes."
-        for i, (name, leaf) in enumerate(replicated)
-        if (by_process[:, i] != by_process[:1, i]).any()
+        for number, (name, leaf) in enumerate(replicated)
+        if f"[{number}]" in different
     ]
