@@ -115,6 +115,7 @@ def test_wrong_arguments_are_refused(call, error, message, two):
         call()
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 def test_a_loop_over_placed_batches_makes_no_transfer(two):
     step = two.step(train_step)
     batch = two.split(BATCHES[0])

@@ -92,16 +92,18 @@ def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
 
             replace(arrays, "__buffer__", share_noted)
         else:
-            converters: list[Any] = [np.asarray, np.array]
-            for convert in converters:
-
-                def convert_noted(value: Any, *args: Any, convert: Any = convert, **kwargs: Any) -> Any:
-                    if isinstance(value, ArrayImpl):
-                        note(value)
-                    return convert(value, *args, **kwargs)
-
-                replace(np, convert.__name__, convert_noted)
+            for name in ("asarray", "array"):
+                replace(np, name, _with_note(getattr(np, name), ArrayImpl, note))
         yield
+
+
+def _with_note(convert: Callable[..., Any], kind: type, note: Callable[[Any], None]) -> Callable[..., Any]:
+    def convert_noted(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, kind):
+            note(value)
+        return convert(value, *args, **kwargs)
+
+    return convert_noted
 
 
 def _is_called_by(fn: Callable[..., Any]) -> bool:

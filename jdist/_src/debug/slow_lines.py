@@ -42,7 +42,7 @@ def find_slow_lines() -> Iterator[None]:
         >>> step = strategy.step(lambda w, x: (w + 1, jdist.all_reduce("mean", x.mean())))
         >>> w, x = strategy.put(0), strategy.split(np.ones(8, np.float32))
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as found, jdist.debug.find_slow_lines():
+        >>> with warnings.catch_warnings(record=True, action="always") as found, jdist.debug.find_slow_lines():
         ...     for _ in range(10):
         ...         w, loss = step(w, x)
         ...         total = float(loss)
