@@ -61,6 +61,11 @@ from jdist._src.parameter_server.partitioners import MinSizePartitioner as MinSi
 from jdist._src.parameter_server.partitioners import Partitioner as Partitioner
 from jdist._src.parameter_server.server_array import ServerArray as ServerArray
 from jdist._src.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
+from jdist._src.profiling.profile import profile as profile
+from jdist._src.profiling.summary import DeviceTime as DeviceTime
+from jdist._src.profiling.summary import OperationTime as OperationTime
+from jdist._src.profiling.summary import ProcessTime as ProcessTime
+from jdist._src.profiling.summary import ProfileSummary as ProfileSummary
 from jdist._src.replica.context import ReplicaContext as ReplicaContext
 from jdist._src.replica.context import ValueContext as ValueContext
 from jdist._src.replica.context import all_gather as all_gather

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from jdist._src.core import trace_annotations
 from jdist._src.core.arguments import as_int
 from jdist._src.core.errors import BatchedElementsWarning
 from jdist._src.core.migration_hints import explains_attributes
@@ -301,10 +302,13 @@ class DistributedIterator:
             if self._closed:
                 raise StopIteration
             requested = time.perf_counter()
-            if self._prefetched is None:
-                self._prefetched = self._dataset._start_prefetch(self._position)
-            stalled = not self._prefetched.ready()
-            rows, weights, examples, position, warning = self._prefetched.take()
+            with trace_annotations.annotate_input():
+                if self._prefetched is None:
+                    self._prefetched = self._dataset._start_prefetch(self._position)
+                stalled = not self._prefetched.ready()
+                rows, weights, examples, position, warning = self._prefetched.take()
+            if trace_annotations.is_profile_open:
+                self._mark_examples(weights, examples)
             self._timer.receive(requested, examples, stalled)
             self._position = position
             if warning:
@@ -316,6 +320,15 @@ class DistributedIterator:
             # A notebook stores the last traceback. Its frames must not keep the iterator, and so its thread, alive.
             del self
             raise error.with_traceback(None) from None
+
+    def _mark_examples(self, weights: PerReplica | None, examples: int) -> None:
+        """Adds the number of true examples of each replica of this process in a batch to the trace."""
+        share = self._dataset._share
+        counts = np.full(share.num_replicas, examples // share.num_replicas)
+        if weights is not None:
+            counts = _true_examples(weights.tree, share.num_replicas)
+        texts = " ".join(f"{replica}:{counts[replica]}" for replica in share.replicas)
+        trace_annotations.mark(trace_annotations.BATCH, examples=texts)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the received batches, as a small JSON-able dict; prefetched batches do not count.
@@ -369,6 +382,16 @@ def stats(iterator: DistributedIterator) -> Stats:
 def examples_and_stalled_fraction(iterator: DistributedIterator) -> tuple[int, float]:
     """Returns two of the `stats` of `iterator`, in less time: a training loop reads them after each batch."""
     return iterator._timer.examples, iterator._timer.stalled_fraction
+
+
+def _true_examples(weights: jax.Array, num_replicas: int) -> np.ndarray:
+    """Returns the number of weights other than 0 of each replica of this process, `[replica]`; 0 for other replicas."""
+    starts = {}  # one shard for each block of rows: with model axes, several devices hold the same rows
+    for shard in weights.addressable_shards:
+        first = [part.indices(size)[0] for part, size in zip(shard.index, weights.shape, strict=True)]
+        starts[int(np.ravel_multi_index(first, weights.shape))] = shard.data
+    places = [start + np.flatnonzero(np.asarray(rows)) for start, rows in starts.items()]
+    return np.bincount(np.concatenate(places) // (weights.size // num_replicas), minlength=num_replicas)
 
 
 def _text(title: str, facts: Mapping[str, str]) -> str:
