@@ -29,10 +29,9 @@ def as_local_path(name: str, value: Any) -> pathlib.Path:
         TypeError: It is not a path.
         ValueError: It is empty, or a URL.
     """
-    path = as_path(name, value)
-    if paths.is_url(path):
-        raise ValueError(f"`{name}` must be a path of a local file system, got the URL {str(path)!r}.")
-    return path
+    if isinstance(value, (str, os.PathLike)) and paths.is_url(value):
+        raise ValueError(f"`{name}` must be a path of a local file system, got the URL {os.fspath(value)!r}.")
+    return as_path(name, value)
 
 
 def make_directory(path: pathlib.Path) -> None:

@@ -5,7 +5,7 @@ of the fields are those of `xplane.proto` and `hlo.proto` of OpenXLA.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jdist._src.core.source_lines import Frame, user_frame
@@ -29,26 +29,41 @@ NO_FACTS = OperationFacts()
 
 
 def read_modules(trace: bytes) -> "dict[str, HloModule]":
-    """Returns the HLO modules by their names in the trace: `"jit_step(7)"`, where 7 is the number of the program.
-
-    The first module of each name is also stored under its name without a number.
+    """Returns the HLO modules in a trace by their names with the numbers of their programs: `"jit_step(7)"`.
 
     Raises:
         ValueError: The bytes are not a trace.
     """
-    modules: dict[str, HloModule] = {}
-    for plane in _messages(memoryview(trace), 1):
-        if _text(plane, 2) != "/host:metadata":
-            continue
-        stat_names = {_number(entry, 1): _text(_message(entry, 2), 2) for entry in _messages(plane, 5)}
-        for entry in _messages(plane, 4):
-            event = _message(entry, 2)
-            for stat in _messages(event, 5):
-                if stat_names.get(_number(stat, 1)) == "Hlo Proto":
-                    name = _text(event, 2)
-                    modules[name] = HloModule(_message(_message(stat, 6), 1))
-                    modules.setdefault(re.sub(r"\(\d+\)$", "", name), modules[name])
-    return modules
+    return {
+        name: HloModule(_message(hlo, 1))
+        for plane in _messages(memoryview(trace), 1)
+        if _text(plane, 2) == "/host:metadata"
+        for name, stats in _event_stats(plane)
+        if isinstance(hlo := stats.get("Hlo Proto"), memoryview)
+    }
+
+
+def read_program_numbers(trace: bytes) -> dict[str, int]:
+    """Returns the number of the program of each operation of accelerators that name it in their metadata, by its HLO."""
+    return {
+        name: number
+        for plane in _messages(memoryview(trace), 1)
+        if _text(plane, 2).startswith("/device:")
+        for name, stats in _event_stats(plane)
+        if isinstance(number := stats.get("program_id"), int)
+    }
+
+
+def _event_stats(plane: memoryview) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name of each kind of event of a plane, and the statistics of the kind that are numbers or bytes."""
+    names = {_number(entry, 1): _text(_message(entry, 2), 2) for entry in _messages(plane, 5)}
+    for entry in _messages(plane, 4):
+        event = _message(entry, 2)
+        fields = [dict(_fields(stat)) for stat in _messages(event, 5)]
+        yield (
+            _text(event, 2),
+            {names.get(each.get(1, 0), ""): next(map(each.get, each.keys() & {3, 4, 6}), None) for each in fields},
+        )
 
 
 class HloModule:
@@ -65,8 +80,12 @@ class HloModule:
         self._computations = {_number(body, 5): body for body in computations}
         self._facts: dict[str, OperationFacts] = {}
 
-    def facts(self, name: str) -> OperationFacts | None:
-        """Returns the facts about an instruction; None if there is none of this name."""
+    def num_of(self, names: Iterable[str]) -> int:
+        """Returns how many of `names` are instructions of the module."""
+        return sum(name in self._instructions for name in names)
+
+    def facts(self, name: str) -> OperationFacts:
+        """Returns the facts about an instruction; they are empty if there is none of this name."""
         if name not in self._facts and (instruction := self._instructions.get(name)):
             path, frame = self._origin(instruction)
             if frame is None:  # a fusion without metadata has the line of an instruction inside it
@@ -75,7 +94,7 @@ class HloModule:
                 path, frame = next((origin for origin in origins if origin[1] is not None), (path, None))
             source = None if frame is None else str(frame)
             self._facts[name] = OperationFacts(_text(instruction, 2), path, source)
-        return self._facts.get(name)
+        return self._facts.get(name, NO_FACTS)
 
     def _origin(self, instruction: memoryview) -> tuple[str, Frame | None]:
         """Returns the path of an instruction in the JAX program, and its line."""

@@ -5,16 +5,19 @@ import os
 import pathlib
 import time
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist._src.core import trace_annotations
 from jdist._src.core.path_arguments import as_local_path, make_directory
 from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.core.source_lines import caller_frame, levels_to_user
 from jdist._src.profiling.summary import (
+    SUMMARY_FILE,
     ProfileSummary,
     merge_summaries,
     newest_traces,
@@ -24,6 +27,7 @@ from jdist._src.profiling.summary import (
 
 _OTHERS_SECONDS = 60.0  # in which the other processes must have ended the block and read their traces
 _COMPILE_EVENTS = "/jax/core/compile/"  # of `jax.monitoring`: tracing, lowering, compilation
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # `jax.set_mesh` of the program does not apply
 _open_at: str | None = None  # the line that opened the profile of this process, of which JAX allows one
 
 
@@ -119,7 +123,10 @@ class Profile:
         folder = self._logdir / f"process_{jax.process_index()}" if self._exchange else self._logdir
         try:
             make_directory(folder)
-            _wait_for_devices()
+            if jax.process_index() == 0:
+                (self._logdir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier profile
+            self._probes = [jax.device_put(np.float32(0), device) for device in jax.local_devices()]
+            _wait_for_devices(self._probes)
             _start_trace(folder)
         except BaseException:
             self._post_failure()
@@ -141,7 +148,7 @@ class Profile:
         try:
             try:
                 if not has_failed:
-                    _wait_for_devices()
+                    _wait_for_devices(self._probes)
             finally:
                 self._stop()
             if not has_failed:
@@ -220,7 +227,16 @@ def _mark_compilation(event: str, duration_secs: float, **_: Any) -> None:
         trace_annotations.mark(trace_annotations.COMPILE, seconds=f"{duration_secs:.9f}")
 
 
-def _wait_for_devices() -> None:
-    for array in jax.live_arrays():
+@jax.jit
+def jdist_barrier(x: jax.Array) -> jax.Array:
+    """Runs on a device after the programs before it."""
+    return x + 1
+
+
+def _wait_for_devices(probes: Sequence[jax.Array]) -> None:
+    """Waits for all arrays, and for programs whose results were dropped, of which the devices of `probes` run in order."""
+    with jax.set_mesh(_NO_MESH), jax.disable_jit(False):
+        passed = [jdist_barrier(probe) for probe in probes]
+    for array in [*jax.live_arrays(), *passed]:
         with contextlib.suppress(Exception):  # it is raised where the array is used, or the array was donated
             array.block_until_ready()

@@ -19,7 +19,7 @@ _MAX_DEVICES = 16  # in the table
 _MAX_TEXT = 44  # characters of a path or a line of code in the table
 _WIDTH = 130
 _MAD_OF_NORMAL = 1.4826  # the standard deviation of normally distributed values is this multiple of their MAD
-_LEAST_EXCESS = 0.1  # of the median: a difference that is worth a warning
+_LEAST_EXCESS = 0.1  # of the interval: what a job could gain without the straggler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +147,9 @@ class ProfileSummary:
     def stragglers(self) -> tuple[int, ...]:
         """The processes that others wait for.
 
-        Their `working` time is longer than the median plus 3 MAD of all processes, and than 1.1 times the median. MAD is the
-        median absolute deviation, scaled by 1.4826 to the standard deviation of normally distributed times. Of two
-        processes, the slower one is compared with the other one.
+        Their `working` time is longer than the median of all processes by more than 3 MAD, and by more than a tenth of the
+        interval. MAD is the median absolute deviation, scaled by 1.4826 to the standard deviation of normally distributed
+        times. Of two processes, the slower one is compared with the other one.
         """
         times = [process.working for process in self.processes]
         if len(times) < 2:
@@ -157,7 +157,7 @@ class ProfileSummary:
         others = times if len(times) > 2 else [min(times)]
         median = statistics.median(others)
         deviation = _MAD_OF_NORMAL * statistics.median(abs(time - median) for time in others)
-        limit = median + max(3 * deviation, _LEAST_EXCESS * median)
+        limit = median + max(3 * deviation, _LEAST_EXCESS * self.seconds)
         return tuple(process.process for process in self.processes if process.working > limit)
 
     @property

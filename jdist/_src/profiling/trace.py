@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._src.core import trace_annotations
-from jdist._src.profiling.hlo_metadata import NO_FACTS, HloModule, OperationFacts, facts_of_text, read_modules
+from jdist._src.profiling.hlo_metadata import (
+    NO_FACTS,
+    HloModule,
+    OperationFacts,
+    facts_of_text,
+    read_modules,
+    read_program_numbers,
+)
 from jdist._src.profiling.intervals import Interval
 
 
@@ -69,21 +76,36 @@ def read_trace(file: pathlib.Path) -> Trace:
     """
     data = file.read_bytes()
     try:
-        planes = list(jax.profiler.ProfileData.from_serialized_xspace(data).planes)
-        reader = _Reader(read_modules(data))
-    except (RuntimeError, ValueError) as error:
+        reader = _Reader(read_modules(data), read_program_numbers(data))
+        for plane in jax.profiler.ProfileData.from_serialized_xspace(data).planes:
+            if device := re.fullmatch(r"/device:(?!CUSTOM)(\w+):(\d+)", plane.name):
+                reader.read_device(plane, f"{device[1].lower()}:{device[2]}")
+            elif plane.name == "/host:CPU":
+                reader.read_host(plane)
+        trace = reader.trace()
+    except (RuntimeError, ValueError, LookupError) as error:
         raise ValueError(
             f"The trace {file} is damaged ({error}). Remove it, and profile again; the other files of the run may be intact."
         ) from error
-    for plane in planes:
-        if device := re.fullmatch(r"/device:(?!CUSTOM)(\w+):(\d+)", plane.name):
-            reader.read_device(plane, f"{device[1].lower()}:{device[2]}")
-        elif plane.name == "/host:CPU":
-            reader.read_host(plane)
-    trace = reader.trace()
     if trace is None:
         raise ValueError(f"The trace {file} has no events: it is empty, or was not written completely. Profile again.")
     return trace
+
+
+class _Event(NamedTuple):
+    """An operation as its events name it.
+
+    Attributes:
+        program: The name and the number of its program, `"jit_step(7)"`; each may be empty.
+        name: The name of the HLO instruction, or of a kernel without one.
+        opcode: The opcode, if the events have it.
+        is_async: Whether its events are from the start to the end of an asynchronous operation.
+    """
+
+    program: str
+    name: str
+    opcode: str = ""
+    is_async: bool = False
 
 
 class _Reader:
@@ -93,12 +115,12 @@ class _Reader:
 
     Args:
         modules: The HLO modules of the programs.
+        program_numbers: The numbers of the programs of the operations of a TPU, by their HLO.
     """
 
-    def __init__(self, modules: dict[str, HloModule]):
-        self._modules = modules
-        self._operations: dict[str, dict[OperationKey, list[Interval]]] = {}
-        self._keys: dict[tuple[str, str, str], OperationKey | None] = {}
+    def __init__(self, modules: dict[str, HloModule], program_numbers: dict[str, int]):
+        self._modules, self._program_numbers = modules, program_numbers
+        self._operations: dict[str, dict[_Event, list[Interval]]] = {}
         self._hosts: dict[str, list[Interval]] = {name: [] for name in ("compilation", "input", "dispatch")}
         self._block: tuple[Interval, int, int] | None = None
         self._examples: collections.Counter[int] = collections.Counter()
@@ -110,15 +132,13 @@ class _Reader:
             if line.name in ("XLA Ops", "Async XLA Ops"):
                 is_async = line.name.startswith("Async")
                 for event in line.events:
-                    name, opcode = facts_of_text(event.name)
-                    # Asynchronous copies compute nothing.
-                    self._add(device, event, "", name, opcode, collectives_only=is_async)
+                    number = self._program_numbers.get(event.name, "")
+                    self._add(device, event, _Event(f"({number})", *facts_of_text(event.name), is_async))
             elif line.name.startswith("Stream"):
                 for event in line.events:
-                    stats = _stats(event)
-                    name = stats.get("hlo_op") or event.name
+                    stats, opcode = _stats(event), "nccl" * event.name.lower().startswith("nccl")
                     if "hlo_op" in stats or not event.name.lower().startswith(("memcpy", "memset")):
-                        self._add(device, event, _program(stats), name, _kernel_opcode(event.name))
+                        self._add(device, event, _Event(_program(stats), stats.get("hlo_op") or event.name, opcode))
 
     def read_host(self, plane: Any) -> None:
         """Adds the events of the host, and the operations of CPU devices."""
@@ -146,7 +166,8 @@ class _Reader:
                 else:
                     stats = _stats(event)
                     if "hlo_op" in stats:
-                        self._add(f"cpu:{stats.get('device_ordinal', 0)}", event, _program(stats), stats["hlo_op"], "")
+                        device = f"cpu:{stats.get('device_ordinal', 0)}"
+                        self._add(device, event, _Event(_program(stats), stats["hlo_op"]))
 
     def trace(self) -> Trace | None:
         """Returns the events; None if there are none."""
@@ -154,7 +175,30 @@ class _Reader:
             if self._first is None:
                 return None
             self._block = (self._first, self._last), 0, 1
-        return Trace(*self._block, self._operations, **self._hosts, examples=dict(self._examples))
+        names: dict[str, set[str]] = {}
+        for event in (event for events in self._operations.values() for event in events):
+            names.setdefault(event.program, set()).add(event.name)
+        modules = {program: self._module(program, names[program]) for program in names}
+        operations: dict[str, dict[OperationKey, list[Interval]]] = {}
+        for device, events in self._operations.items():
+            for event, intervals in events.items():
+                if key := _key(event, *modules[event.program]):
+                    operations.setdefault(device, {}).setdefault(key, []).extend(intervals)
+        return Trace(*self._block, operations, **self._hosts, examples=dict(self._examples))
+
+    def _module(self, program: str, names: set[str]) -> tuple[str, HloModule | None]:
+        """Returns the name of a program, and the module that has most of the operations of these names.
+
+        The number of a program is not sufficient: an executable from the persistent compilation cache has the number that it
+        had in the process that compiled it.
+        """
+        name = program.rpartition("(")[0]
+        candidates = [each for each in self._modules if not name or each.rpartition("(")[0] == name]
+        rank = lambda each: (self._modules[each].num_of(names), each.endswith(program), each)
+        best = max(candidates, key=rank, default=None)
+        if best is None or not rank(best)[0]:
+            return name, None
+        return best.rpartition("(")[0], self._modules[best]
 
     def _interval(self, event: Any) -> Interval:
         start = int(event.start_ns)
@@ -163,33 +207,23 @@ class _Reader:
         self._last = max(self._last, end)
         return start, end
 
-    def _add(
-        self, device: str, event: Any, program: str, name: str, opcode: str, collectives_only: bool = False
-    ) -> None:
-        interval = self._interval(event)
-        identity = program, name, opcode
-        if identity not in self._keys:
-            self._keys[identity] = self._key(*identity)
-        key = self._keys[identity]
-        if key is not None and (key.is_collective or not collectives_only):
-            self._operations.setdefault(device, {}).setdefault(key, []).append(interval)
+    def _add(self, device: str, event: Any, operation: _Event) -> None:
+        self._operations.setdefault(device, {}).setdefault(operation, []).append(self._interval(event))
 
-    def _key(self, program: str, name: str, opcode: str) -> OperationKey | None:
-        """Returns the key of an operation; None for a loop, a branch or a call, whose operations have their own events."""
-        facts = NO_FACTS
-        # The events of a TPU do not name their program.
-        for module in [program, re.sub(r"\(\d+\)$", "", program)] if program else self._modules:
-            if module in self._modules and (found := self._modules[module].facts(name)):
-                facts = found
-                program = module
-                break
-        opcode = facts.opcode or opcode
-        if opcode in ("while", "conditional", "call") or (not opcode and _CONTAINER.fullmatch(name)):
-            return None
-        is_direct = bool(_COLLECTIVE.match(opcode))
-        may_contain = opcode in ("", "fusion", "custom-call") or opcode.startswith("async-")
-        is_collective = is_direct or (may_contain and bool(_COLLECTIVE_NAME.search(name)))
-        return OperationKey(re.sub(r"\(\d+\)$", "", program), name, facts, is_collective)
+
+def _key(event: _Event, program: str, module: HloModule | None) -> OperationKey | None:
+    """Returns the key of an operation; None for one that is not counted.
+
+    The operations in a loop, a branch or a call have events of their own. An asynchronous copy computes nothing.
+    """
+    facts = module.facts(event.name) if module else NO_FACTS
+    opcode = facts.opcode or event.opcode
+    is_container = opcode in ("while", "conditional", "call") or (not opcode and _CONTAINER.fullmatch(event.name))
+    if is_container or program == "jit_jdist_barrier":  # of `jdist.profile`
+        return None
+    may_contain = opcode in ("", "fusion", "custom-call") or opcode.startswith("async-")
+    is_collective = bool(_COLLECTIVE.match(opcode) or (may_contain and _COLLECTIVE_NAME.search(event.name)))
+    return None if event.is_async and not is_collective else OperationKey(program, event.name, facts, is_collective)
 
 
 _SKIPPED = "ThreadpoolListener::", "end: ", "ThunkExecutor::"  # the most frequent events of a CPU
@@ -215,7 +249,3 @@ def _stats(event: Any) -> dict[str, Any]:
 
 def _program(stats: dict[str, Any]) -> str:
     return f"{stats.get('hlo_module', '')}({stats.get('program_id', '')})"
-
-
-def _kernel_opcode(kernel: str) -> str:
-    return "nccl" if kernel.lower().startswith("nccl") else ""
