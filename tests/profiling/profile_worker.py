@@ -14,6 +14,8 @@ import jdist
 
 from laws import STATES, STRATEGIES
 
+# Otherwise an executable from the cache of an earlier run has the source lines of that run.
+jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 X = np.linspace(-1, 1, 96, dtype=np.float32).reshape(24, 4)
 
 
@@ -214,15 +216,6 @@ def trace_of_jax(folder):
     (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
     assert jdist.ProfileSummary.read(file).devices == summary.devices
     return str(file), summary.as_dict()
-
-
-def serialized_hlo():
-    """Returns a serialized HLO module with an all-reduce, and the line and the name of the all-reduce."""
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    spec = jax.sharding.PartitionSpec()
-    fn = jax.shard_map(lambda x: jax.lax.psum(x, "i"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    (module,) = jax.jit(fn).lower(jnp.ones(8)).compile().runtime_executable().hlo_modules()
-    return np.frombuffer(module.as_serialized_hlo_module_proto(), np.uint8)
 
 
 def rerun(folder):

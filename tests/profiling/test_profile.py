@@ -79,7 +79,6 @@ def test_trainer_and_callback(one, tmp_path):
     for summary in (callback, block):
         check_laws(summary)
         assert summary["parts"]["compute"] > 0
-    assert callback["processes"][0]["seconds"] < block["processes"][0]["seconds"]
     # Three steps, and the batches that the loop draws for them.
     assert set(callback["examples"].values()) == {6}
     assert sum(block["examples"].values()) == 24

@@ -51,7 +51,9 @@ def profile(logdir: str | os.PathLike[str]) -> "Profile":
     directory, and each has the summary of all. A process whose part is not there within 60 seconds is reported as missing.
     Process 0 writes the summary to `summary.json`, which `jdist.ProfileSummary.read` reads.
 
-    If the block raises an error, the trace is written and there is no summary.
+    If the block raises an error, the trace is written and there is no summary. An executable from JAX's persistent compilation
+    cache has the lines of code of the program that compiled it, unless the option
+    `jax_compilation_cache_include_metadata_in_key` is set.
 
     Args:
         logdir: The directory of the trace and of the summary, on a local file system.

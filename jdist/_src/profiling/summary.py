@@ -286,7 +286,7 @@ def summary_of_traces(logdir: str, files: Iterable[pathlib.Path]) -> ProfileSumm
     newest = next(reversed(traces.values()))
     are_numbered = len({trace.process for trace in traces.values()}) == len(traces)
     parts = [
-        _process_summary(logdir, file, trace if are_numbered else trace._replace(process=number))
+        process_summary(logdir, file, trace if are_numbered else trace._replace(process=number))
         for number, (file, trace) in enumerate(traces.items())
         if not are_numbered or trace.process < newest.num_processes
     ]
@@ -311,7 +311,7 @@ def _process_folder(file: pathlib.Path) -> pathlib.Path:
     return file.parents[3] if len(file.parents) > 3 else file.parent
 
 
-def _process_summary(logdir: str, file: pathlib.Path, trace: Trace) -> ProfileSummary:
+def process_summary(logdir: str, file: pathlib.Path, trace: Trace) -> ProfileSummary:
     """Returns the summary of one process."""
     interval = trace.interval
     compilation = union(trace.compilation, interval)

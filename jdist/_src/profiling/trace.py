@@ -11,6 +11,8 @@ The forms of the planes, as XLA writes them:
 import collections
 import pathlib
 import re
+import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -77,11 +79,10 @@ def read_trace(file: pathlib.Path) -> Trace:
     data = file.read_bytes()
     try:
         reader = _Reader(read_modules(data), read_program_numbers(data))
-        for plane in jax.profiler.ProfileData.from_serialized_xspace(data).planes:
-            if device := re.fullmatch(r"/device:(?!CUSTOM)(\w+):(\d+)", plane.name):
-                reader.read_device(plane, f"{device[1].lower()}:{device[2]}")
-            elif plane.name == "/host:CPU":
-                reader.read_host(plane)
+        with warnings.catch_warnings():
+            # An iterator of JAX warns where Python creates its type; if the warning is an error, the process is aborted.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            reader.read_planes(jax.profiler.ProfileData.from_serialized_xspace(data).planes)
         trace = reader.trace()
     except (RuntimeError, ValueError, LookupError) as error:
         raise ValueError(
@@ -126,7 +127,32 @@ class _Reader:
         self._examples: collections.Counter[int] = collections.Counter()
         self._first, self._last = None, 0
 
-    def read_device(self, plane: Any, device: str) -> None:
+    def read_planes(self, planes: Iterable[Any]) -> None:
+        """Adds the events of the devices and of the host."""
+        for plane in planes:
+            if device := re.fullmatch(r"/device:(?!CUSTOM)(\w+):(\d+)", plane.name):
+                self._read_device(plane, f"{device[1].lower()}:{device[2]}")
+            elif plane.name == "/host:CPU":
+                self._read_host(plane)
+
+    def trace(self) -> Trace | None:
+        """Returns the events; None if there are none."""
+        if self._block is None:
+            if self._first is None:
+                return None
+            self._block = (self._first, self._last), 0, 1
+        names: dict[str, set[str]] = {}
+        for event in (event for events in self._operations.values() for event in events):
+            names.setdefault(event.program, set()).add(event.name)
+        modules = {program: self._module(program, names[program]) for program in names}
+        operations: dict[str, dict[OperationKey, list[Interval]]] = {}
+        for device, events in self._operations.items():
+            for event, intervals in events.items():
+                if key := _key(event, *modules[event.program]):
+                    operations.setdefault(device, {}).setdefault(key, []).extend(intervals)
+        return Trace(*self._block, operations, **self._hosts, examples=dict(self._examples))
+
+    def _read_device(self, plane: Any, device: str) -> None:
         """Adds the operations of an accelerator."""
         for line in plane.lines:
             if line.name in ("XLA Ops", "Async XLA Ops"):
@@ -140,7 +166,7 @@ class _Reader:
                     if "hlo_op" in stats or not event.name.lower().startswith(("memcpy", "memset")):
                         self._add(device, event, _Event(_program(stats), stats.get("hlo_op") or event.name, opcode))
 
-    def read_host(self, plane: Any) -> None:
+    def _read_host(self, plane: Any) -> None:
         """Adds the events of the host, and the operations of CPU devices."""
         for line in plane.lines:
             for event in line.events:
@@ -168,23 +194,6 @@ class _Reader:
                     if "hlo_op" in stats:
                         device = f"cpu:{stats.get('device_ordinal', 0)}"
                         self._add(device, event, _Event(_program(stats), stats["hlo_op"]))
-
-    def trace(self) -> Trace | None:
-        """Returns the events; None if there are none."""
-        if self._block is None:
-            if self._first is None:
-                return None
-            self._block = (self._first, self._last), 0, 1
-        names: dict[str, set[str]] = {}
-        for event in (event for events in self._operations.values() for event in events):
-            names.setdefault(event.program, set()).add(event.name)
-        modules = {program: self._module(program, names[program]) for program in names}
-        operations: dict[str, dict[OperationKey, list[Interval]]] = {}
-        for device, events in self._operations.items():
-            for event, intervals in events.items():
-                if key := _key(event, *modules[event.program]):
-                    operations.setdefault(device, {}).setdefault(key, []).extend(intervals)
-        return Trace(*self._block, operations, **self._hosts, examples=dict(self._examples))
 
     def _module(self, program: str, names: set[str]) -> tuple[str, HloModule | None]:
         """Returns the name of a program, and the module that has most of the operations of these names.
