@@ -17,10 +17,11 @@ def test_the_process_that_others_wait_for_is_named(pair, tmp_path):
     assert [process["process"] for process in summary["processes"]] == [0, 1]
     assert [device["process"] for device in summary["devices"]] == [0, 0, 1, 1]
     waits, works = summary["processes"]
-    assert works["working"] > 0.5 > waits["working"]  # it sleeps five times 0.1 s
-    assert all(device["exposed_collectives"] > 0.4 for device in summary["devices"][:2])
+    assert works["working"] > 0.3 > waits["working"]  # it sleeps five times 0.1 s
+    assert all(device["exposed_collectives"] > 0.3 for device in summary["devices"][:2])
     assert summary["missing"] == ()
-    assert any(operation["is_collective"] and operation["count"] == 20 for operation in summary["operations"])
+    # Five steps on four devices; the lines may differ between processes that read an old program from the cache.
+    assert sum(operation["count"] for operation in summary["operations"] if operation["is_collective"]) == 20
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+import jax
 import pytest
 
 import jdist
@@ -215,6 +216,14 @@ def test_a_directory_that_is_not_writable_raises_before_the_block(tmp_path, monk
     with pytest.raises(ValueError, match="is not writable"), jdist.profile(tmp_path):
         ran = True
     assert not ran and profile_module._open_at is None
+
+
+def test_a_profiler_that_writes_no_trace_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **options: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    with pytest.raises(FileNotFoundError, match="has not written a trace to"), jdist.profile(tmp_path):
+        pass
+    assert profile_module._open_at is None
 
 
 def test_a_profile_that_was_not_entered_has_no_summary():

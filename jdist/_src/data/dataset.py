@@ -32,6 +32,8 @@ from jdist._src.data.stats import LoopTimer, Stats
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.per_replica import PerReplica
 
+_is_tracing = jax.profiler.TraceAnnotation.is_enabled  # costs 0.03 µs
+
 
 @explains_attributes("dataset")
 class DistributedDataset:
@@ -302,12 +304,16 @@ class DistributedIterator:
             if self._closed:
                 raise StopIteration
             requested = time.perf_counter()
-            with trace_annotations.annotate_input():
+            wait = trace_annotations.input_wait() if _is_tracing() else None
+            try:
                 if self._prefetched is None:
                     self._prefetched = self._dataset._start_prefetch(self._position)
                 stalled = not self._prefetched.ready()
                 rows, weights, examples, position, warning = self._prefetched.take()
-            if trace_annotations.is_profile_open:
+            finally:
+                if wait is not None:
+                    wait.__exit__(None, None, None)
+            if wait is not None and trace_annotations.is_profile_open:
                 self._mark_examples(weights, examples)
             self._timer.receive(requested, examples, stalled)
             self._position = position

@@ -1,7 +1,7 @@
 """Opcodes and source lines of the operations in a trace, from the HLO modules that the profiler stores in it.
 
 `jax.profiler.ProfileData` does not return the metadata of a plane, so they are read from the bytes of the trace. The numbers
-of the fields are those of `xplane.proto` and `hlo.proto` of OpenXLA.
+of the fields are from `xplane.proto` and `hlo.proto` of OpenXLA.
 """
 
 import re

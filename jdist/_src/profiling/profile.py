@@ -28,7 +28,7 @@ from jdist._src.profiling.summary import (
 _OTHERS_SECONDS = 60.0  # in which the other processes must have ended the block and read their traces
 _COMPILE_EVENTS = "/jax/core/compile/"  # of `jax.monitoring`: tracing, lowering, compilation
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # `jax.set_mesh` of the program does not apply
-_open_at: str | None = None  # the line that opened the profile of this process, of which JAX allows one
+_open_at: str | None = None  # the line that opened the profile of this process; JAX allows one per process
 
 
 def profile(logdir: str | os.PathLike[str]) -> "Profile":
@@ -44,12 +44,15 @@ def profile(logdir: str | os.PathLike[str]) -> "Profile":
         print(profile.summary)
 
     At both ends the block waits for the devices, so that the trace contains the work of the block only. Python calls are not
-    traced, because this would slow the host down. Waits for batches are those of data sets of jdist. To count the waits of
-    another source, annotate them with `jax.profiler.TraceAnnotation("jdist.input")`.
+    traced, because this would slow the host down. Data sets of jdist annotate their waits for batches. Annotate the waits for
+    another source with `jax.profiler.TraceAnnotation("jdist.input")`.
 
-    With several processes, all of them open the profile. Each writes its trace to the folder `process_N` of its own log
-    directory, and each has the summary of all. A process whose part is not there within 60 seconds is reported as missing.
-    Process 0 writes the summary to `summary.json`, which `jdist.ProfileSummary.read` reads.
+    With several processes, all of them open the profile. Each process writes its trace to the folder `process_N` of the
+    directory, and has the summary of all processes. If a process does not post its part within 60 seconds, the summary has
+    only the part of this process, with a warning. Process 0 writes the summary to `summary.json`, which
+    `jdist.ProfileSummary.read` reads.
+
+    Reading a trace takes a few seconds per second of many small operations, so profile a few steps.
 
     If the block raises an error, the trace is written and there is no summary. An executable from JAX's persistent compilation
     cache has the lines of code of the program that compiled it, unless the option
@@ -154,7 +157,12 @@ class Profile:
             finally:
                 self._stop()
             if not has_failed:
-                part = summary_of_traces(str(self._logdir), newest_traces(self._folder)[-1:])
+                traces = newest_traces(self._folder)
+                if not traces:
+                    raise FileNotFoundError(
+                        f"`jax.profiler` has not written a trace to {self._folder}. Check its free space, and its log messages."
+                    )
+                part = summary_of_traces(str(self._logdir), traces[-1:])
         finally:
             if part is None:
                 self._post_failure()
@@ -236,7 +244,10 @@ def jdist_barrier(x: jax.Array) -> jax.Array:
 
 
 def _wait_for_devices(probes: Sequence[jax.Array]) -> None:
-    """Waits for all arrays, and for programs whose results were dropped, of which the devices of `probes` run in order."""
+    """Waits for all arrays, and for the programs before this call, also if their results were dropped.
+
+    A device runs its programs in order, so it has run them when it has run one for its array in `probes`.
+    """
     with jax.set_mesh(_NO_MESH), jax.disable_jit(False):
         passed = [jdist_barrier(probe) for probe in probes]
     for array in [*jax.live_arrays(), *passed]:

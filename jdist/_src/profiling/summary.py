@@ -19,15 +19,15 @@ _MAX_DEVICES = 16  # in the table
 _MAX_TEXT = 44  # characters of a path or a line of code in the table
 _WIDTH = 130
 _MAD_OF_NORMAL = 1.4826  # the standard deviation of normally distributed values is this multiple of their MAD
-_LEAST_EXCESS = 0.1  # of the interval: what a job could gain without the straggler
+_LEAST_EXCESS = 0.1  # of the interval: the time that a job could save
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
     """The seconds of one device in the interval of a profile.
 
-    `compute`, `exposed_collectives`, `input`, `compile` and `host` add up to the interval: time in which the device computed
-    belongs to `compute`, the rest to the first of exposed collectives, compilation, input and host for which this is true.
+    `compute`, `exposed_collectives`, `input`, `compile` and `host` add up to the interval. A moment that several of them apply
+    to is counted in the first of this order: compute, exposed collectives, compilation, input, host.
 
     Attributes:
         process: The index of the process.
@@ -359,7 +359,7 @@ def process_summary(logdir: str, file: pathlib.Path, trace: Trace) -> ProfileSum
 
 
 def merge_summaries(parts: Sequence[ProfileSummary], num_processes: int) -> ProfileSummary:
-    """Returns the summary of all processes, given those of each process that has one."""
+    """Returns the summary of all processes, given the summaries of single processes."""
     parts = sorted(parts, key=lambda part: part.processes[0].process)
     present = {process.process for part in parts for process in part.processes}
     total = sum(sum(map(_total, part.devices)) for part in parts)

@@ -1,10 +1,10 @@
-"""The events of a trace of `jax.profiler`: operations on the devices, and what the host did.
+"""The events of a trace of `jax.profiler`: operations on the devices, and activities of the host.
 
 The forms of the planes, as XLA writes them:
 
 * CPU: one plane for the host. Operations are events of its threads with the statistics `hlo_op` and `device_ordinal`.
 * TPU: one plane per device. Its line "XLA Ops" has the operations, one after the other; "Async XLA Ops" has asynchronous
-  operations, from start to end. Events are named by their HLO, and have no statistics.
+  operations, from start to end. The name of an event is its HLO; the statistics are in the metadata of the plane.
 * GPU: one plane per device with one line per stream. Events are kernels, with the statistic `hlo_op`.
 """
 
