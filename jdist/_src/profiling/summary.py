@@ -184,8 +184,8 @@ class ProfileSummary:
     def read(cls, logdir: str | os.PathLike[str]) -> "ProfileSummary":
         """Returns the summary of the last profile in a log directory.
 
-        Without a `summary.json`, it is computed from the traces, also from those that `jax.profiler.trace` has written. They
-        do not contain the waits for input and the number of examples.
+        Without a `summary.json`, it is computed from the traces, also from a trace of `jax.profiler.trace`, which does not
+        contain the number of examples and the time of Python's tracing.
 
         Args:
             logdir: The directory, or the path of a trace, an `.xplane.pb` file.
@@ -207,7 +207,7 @@ class ProfileSummary:
         return summary_of_traces(str(path), traces)
 
     def write(self) -> None:
-        """Writes `summary.json` to the log directory."""
+        """Writes `summary.json` to the log directory, atomically."""
         with replace_atomically(pathlib.Path(self.logdir) / SUMMARY_FILE) as file:
             file.write_text(self.to_json())
 
