@@ -70,6 +70,11 @@ from jdist._src.plan.plan import Plan as Plan
 from jdist._src.plan.plan import SizePlan as SizePlan
 from jdist._src.plan.plan import plan as plan
 from jdist._src.plan.remedies import Remedy as Remedy
+from jdist._src.profiling.profile import profile as profile
+from jdist._src.profiling.summary import DeviceTime as DeviceTime
+from jdist._src.profiling.summary import OperationTime as OperationTime
+from jdist._src.profiling.summary import ProcessTime as ProcessTime
+from jdist._src.profiling.summary import ProfileSummary as ProfileSummary
 from jdist._src.replica.context import ReplicaContext as ReplicaContext
 from jdist._src.replica.context import ValueContext as ValueContext
 from jdist._src.replica.context import all_gather as all_gather

@@ -188,7 +188,6 @@ def test_wrong_options_of_a_log_raise(kind, options, error, message):
 def test_processes_other_than_process_0_do_not_write(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     writers = [callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), callbacks.Progress("lines")]
-    writers.append(callbacks.Profile(tmp_path / "c", start=1, stop=2))
     if importlib.util.find_spec("tensorboardX"):
         writers.append(callbacks.TensorBoard(tmp_path / "d"))
     run = train(ONE, writers, state=0, call=idle)

@@ -5,11 +5,11 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import pytest
 from training.small_fits import digits, trainer
 
 from jdist import callbacks
+from jdist._src.callbacks import profiling
 
 from laws import each_row
 from small_loop import idle, place, train
@@ -21,10 +21,17 @@ DATA = tuple(array[:60] for array in digits())
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replaces the profiler, and returns its calls. A test below uses the real profiler."""
+    """Replaces the profile, and returns its calls. A test below uses the real profiler."""
     calls = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: calls.append("start"))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+
+    class Recorder:
+        def start(self):
+            calls.append("start")
+
+        def end(self, has_failed):
+            calls.append("failed" if has_failed else "stop")
+
+    monkeypatch.setattr(profiling, "profile", lambda directory: Recorder())
     return calls
 
 
@@ -67,7 +74,7 @@ def test_trace_is_ended_if_a_callback_raises(calls, tmp_path):
 
     with pytest.raises(OSError, match="The disk is full"):
         train(ONE, [callbacks.Profile(tmp_path, start=2, stop=9), fails], state=0, call=idle)
-    assert calls == ["start", "stop"]
+    assert calls == ["start", "failed"]
 
 
 def test_steps_that_are_not_reached_warn(calls, tmp_path):

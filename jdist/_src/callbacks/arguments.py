@@ -1,11 +1,7 @@
 """Checks of the arguments of callbacks."""
 
-import os
-import pathlib
 from collections.abc import Collection
 from typing import Any
-
-from jdist._src.core import paths
 
 
 def check_function(name: str, value: Any, argument: str) -> None:
@@ -22,47 +18,3 @@ def check_has_metric(user: str, name: str, names: Collection[str]) -> None:
     hint = " Pass `validation_data`." if name.startswith("val_") and not is_validated else ""
     available = ", ".join(map(repr, names))
     raise ValueError(f"{user} needs the metric {name!r}; available are {available}.{hint}")
-
-
-def as_path(name: str, value: Any) -> pathlib.Path:
-    """Returns the argument `name` as a path.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty, or a URL of an unknown kind.
-        ImportError: The package for this kind of URL is not installed.
-    """
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"`{name}` must be a path, got {type(value).__name__}.")
-    if not os.fspath(value):
-        raise ValueError(f"`{name}` must not be empty.")
-    return paths.as_path(value)
-
-
-def as_local_path(name: str, value: Any) -> pathlib.Path:
-    """Returns the argument `name` as a path of the local file system.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty, or a URL.
-    """
-    path = as_path(name, value)
-    if paths.is_url(path):
-        raise ValueError(f"`{name}` must be a path of a local file system, got the URL {str(path)!r}.")
-    return path
-
-
-def make_directory(path: pathlib.Path) -> None:
-    """Makes a directory, and checks that it is writable. Object stores have no directories, so a URL is not checked.
-
-    Raises:
-        ValueError: The directory cannot be made, or is not writable.
-    """
-    if paths.is_url(path):
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"The directory {str(path)!r} cannot be made: {error}. Pass another path.") from error
-    if not os.access(path, os.W_OK):
-        raise ValueError(f"The directory {str(path)!r} is not writable. Pass another path.")

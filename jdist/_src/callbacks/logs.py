@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from jdist._src.callbacks.arguments import as_path
 from jdist._src.callbacks.rows import FACTS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
+from jdist._src.core.path_arguments import as_path
 from jdist._src.core.paths import append_text, is_url
 from jdist._src.training.events import Event
 

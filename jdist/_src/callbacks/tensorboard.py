@@ -7,9 +7,9 @@ from typing import Any, final
 
 import numpy as np
 
-from jdist._src.callbacks.arguments import as_path, make_directory
 from jdist._src.callbacks.rows import ExtraColumns, RowWriter
 from jdist._src.core.optional_import import optional_import
+from jdist._src.core.path_arguments import as_path, make_directory
 from jdist._src.training.events import Event, Moment
 
 

@@ -62,10 +62,21 @@ def equation_frame(equation: Equation) -> Frame | None:
 def stack_frame(stack: Any) -> Frame | None:
     """Returns the innermost frame of user code in a traceback that JAX has recorded. See `equation_frame`."""
     frames = [Frame(f.file_name, f.line_num, f.function_name) for f in stack.frames] if stack else []
-    first = next((f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))), None)
-    if first is None or _absolute(first.file).startswith(_VALUES_PACKAGE):
+    outside_jax = _outside_jax(frames)
+    if not outside_jax or _absolute(outside_jax[0].file).startswith(_VALUES_PACKAGE):
         return None
-    return innermost_user_frame(frames)
+    return user_frame(outside_jax)
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Returns the first of `frames`, from the innermost, in user code; if all are in libraries, the first outside JAX."""
+    outside_jax = _outside_jax(frames)
+    user_frames = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
+    return next(user_frames, outside_jax[0] if outside_jax else None)
+
+
+def _outside_jax(frames: Sequence[Frame]) -> list[Frame]:
+    return [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
 
 
 def warning_frame(equation: Equation) -> Frame | None:
@@ -97,14 +108,7 @@ def call_frame(equation: Equation, calls: Sequence[Equation]) -> Frame | None:
 def error_frame(error: BaseException) -> Frame | None:
     """Returns the innermost frame of user code in the traceback of `error`."""
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    outside_jax = [f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))]
-    return next((f for f in reversed(outside_jax) if not _in_library(_absolute(f.file))), None)
-
-
-def innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Returns the first frame of user code in a stack, the innermost first; if only libraries are in it, their first."""
-    outside_jax = [f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))]
-    return next((f for f in outside_jax if not _in_library(_absolute(f.file))), next(iter(outside_jax), None))
+    return next((f for f in reversed(_outside_jax(frames)) if not _in_library(_absolute(f.file))), None)
 
 
 def caller_frame(frame: FrameType | None = None) -> Frame | None:

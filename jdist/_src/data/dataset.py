@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from jdist._src.core import trace_annotations
 from jdist._src.core.arguments import as_int
 from jdist._src.core.declared_shapes import declare_shapes
 from jdist._src.core.errors import BatchedElementsWarning
@@ -31,6 +32,8 @@ from jdist._src.data.sources import Stream
 from jdist._src.data.stats import LoopTimer, Stats
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.per_replica import PerReplica
+
+_is_tracing = jax.profiler.TraceAnnotation.is_enabled  # costs 0.03 µs
 
 
 @explains_attributes("dataset")
@@ -302,10 +305,17 @@ class DistributedIterator:
             if self._closed:
                 raise StopIteration
             requested = time.perf_counter()
-            if self._prefetched is None:
-                self._prefetched = self._dataset._start_prefetch(self._position)
-            stalled = not self._prefetched.ready()
-            rows, weights, examples, position, warning = self._prefetched.take()
+            wait = trace_annotations.input_wait() if _is_tracing() else None
+            try:
+                if self._prefetched is None:
+                    self._prefetched = self._dataset._start_prefetch(self._position)
+                stalled = not self._prefetched.ready()
+                rows, weights, examples, position, warning = self._prefetched.take()
+            finally:
+                if wait is not None:
+                    wait.__exit__(None, None, None)
+            if wait is not None and trace_annotations.is_profile_open:
+                self._mark_examples(weights, examples)
             self._timer.receive(requested, examples, stalled)
             self._position = position
             if warning:
@@ -317,6 +327,15 @@ class DistributedIterator:
             # A notebook stores the last traceback. Its frames must not keep the iterator, and so its thread, alive.
             del self
             raise error.with_traceback(None) from None
+
+    def _mark_examples(self, weights: PerReplica | None, examples: int) -> None:
+        """Adds the number of true examples of each replica of this process in a batch to the trace."""
+        share = self._dataset._share
+        counts = np.full(share.num_replicas, examples // share.num_replicas)
+        if weights is not None:
+            counts = _true_examples(weights.tree, share.num_replicas)
+        texts = " ".join(f"{replica}:{counts[replica]}" for replica in share.replicas)
+        trace_annotations.mark(trace_annotations.BATCH, examples=texts)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the received batches, as a small JSON-able dict; prefetched batches do not count.
@@ -370,6 +389,16 @@ def stats(iterator: DistributedIterator) -> Stats:
 def examples_and_stalled_fraction(iterator: DistributedIterator) -> tuple[int, float]:
     """Returns two of the `stats` of `iterator`, in less time: a training loop reads them after each batch."""
     return iterator._timer.examples, iterator._timer.stalled_fraction
+
+
+def _true_examples(weights: jax.Array, num_replicas: int) -> np.ndarray:
+    """Returns the number of weights other than 0 of each replica of this process, `[replica]`; 0 for other replicas."""
+    starts = {}  # one shard for each block of rows: with model axes, several devices hold the same rows
+    for shard in weights.addressable_shards:
+        first = [part.indices(size)[0] for part, size in zip(shard.index, weights.shape, strict=True)]
+        starts[int(np.ravel_multi_index(first, weights.shape))] = shard.data
+    places = [start + np.flatnonzero(np.asarray(rows)) for start, rows in starts.items()]
+    return np.bincount(np.concatenate(places) // (weights.size // num_replicas), minlength=num_replicas)
 
 
 def _text(title: str, facts: Mapping[str, str]) -> str:

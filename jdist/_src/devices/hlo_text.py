@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from jdist._src.core.source_lines import Frame, innermost_user_frame
+from jdist._src.core.source_lines import Frame, user_frame
 
 
 class Instruction(NamedTuple):
@@ -205,10 +205,10 @@ class HloModule:
         if match := re.search(r"\bstack_frame_id=(\d+)", instruction.attributes):
             number = int(match[1])
             if number not in self._frames:
-                self._frames[number] = innermost_user_frame(list(self._stack(number)))
+                self._frames[number] = user_frame(list(self._stack(number)))
             return self._frames[number]
         file = re.search(r'\bsource_file="(.*?)".*?\bsource_line=(\d+)', instruction.attributes)
-        return innermost_user_frame([Frame(file[1], int(file[2]), "")]) if file else None
+        return user_frame([Frame(file[1], int(file[2]), "")]) if file else None
 
     def _stack(self, number: int) -> Iterator[Frame]:
         """Yields the frames of a stack, the innermost first."""
