@@ -21,7 +21,7 @@ from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
 from jdist._src.execution.replicate import replicate
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, Proof, Results, TraceFn
+from jdist._src.execution.traced import Arguments, Proof, Results, Traced, TraceFn
 from jdist._src.replica.context import in_replica_function
 
 StateT = TypeVar("StateT")
@@ -97,6 +97,11 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         for stage in reversed(self._stages):
             merged = stage.compiler_options(merged)
         return merged
+
+    @property
+    def on_trace(self) -> list[Callable[[Traced], None]]:
+        """The functions that are called with each trace of the program, while JAX traces it."""
+        return self._compiled.on_trace
 
     @property
     def proof(self) -> Proof:

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,14 @@ from jdist._src.values.state_sharding import StateLeaf, StateSharding, state_lea
 Row: TypeAlias = tuple[str, ...]
 _MAX_WIDTHS = (None, 17, None, 9, 9, 9)  # of the columns
 _HEAD = ("leaf", "array", "placement", "bytes", "bytes per device", "host bytes per device")
+
+
+class _Path(Protocol):
+    @property
+    def path(self) -> str: ...
+
+
+_HasPath = TypeVar("_HasPath", bound=_Path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Description:
         count = self.replicas.size
         facts = [self.strategy, f"{count:,} {'replica' if count == 1 else 'replicas'}"]
         if self.leaves:
-            facts.append(f"{_leaf_count(self.leaves)}, {_size(self.bytes)}")
+            facts.append(f"{_leaf_count(self.leaves)}, {size_text(self.bytes)}")
         return f"Description({', '.join(facts)})"
 
     def __str__(self) -> str:
@@ -125,7 +133,7 @@ class Description:
 
     def _rows(self) -> list[Row]:
         """The table of the leaves; the last row is the total."""
-        rows = [_row(path, leaves) for path, leaves in _grouped(self.leaves, self.max_rows)]
+        rows = [_row(path, leaves) for path, leaves in grouped(self.leaves, self.max_rows)]
         total = ("total", _leaf_count(self.leaves), "", *_sizes(self.leaves))
         return [row if self.host_bytes else row[:-1] for row in (*rows, total)]
 
@@ -210,7 +218,7 @@ def _describe_leaf(
     placement = _placement(value.shape, wrapper, sharding, replicas)
     placement += f", in host memory ({sharding.memory_kind})" if is_host else ""
     if not leaf_devices <= devices:
-        names = f", on {_listed(sorted(map(str, leaf_devices)), 3)}" if len(leaf_devices) > 1 else ""
+        names = f", on {listed(sorted(map(str, leaf_devices)), 3)}" if len(leaf_devices) > 1 else ""
         placement += f"{names}, not this strategy's"
     size = math.prod(value.shape) * value.dtype.itemsize
     is_used = bool(leaf_devices & devices)
@@ -277,27 +285,27 @@ def _is_unsplit(rules: StateSharding, leaf: StateLeaf, sharding: NamedSharding) 
 def _unsplit_note(rules: StateSharding, paths: Sequence[str]) -> str:
     leaves = "1 leaf is" if len(paths) == 1 else f"{len(paths):,} leaves are"
     dim = "no dim that `layout` leaves unsplit" if rules.patterns else "no dim"
-    names = paths if len(paths) <= 6 else list(dict.fromkeys(map(_numberless, paths)))
+    names = paths if len(paths) <= 6 else list(dict.fromkeys(map(numberless, paths)))
     parts = rules.mesh.shape[rules.axis]
-    return f"{leaves} not split over {rules.axis!r}, because {dim} is divisible by {parts}: {_listed(names, 6)}."
+    return f"{leaves} not split over {rules.axis!r}, because {dim} is divisible by {parts}: {listed(names, 6)}."
 
 
-def _listed(names: Sequence[str], most: int, comma: str = ", ") -> str:
-    """The first `most` names, and the number of the others."""
+def listed(names: Sequence[str], most: int, comma: str = ", ") -> str:
+    """Returns the first `most` names, and the number of the others."""
     return comma.join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
-def _grouped(leaves: Sequence[LeafDescription], max_groups: int) -> list[tuple[str, Sequence[LeafDescription]]]:
+def grouped(leaves: Sequence[_HasPath], max_groups: int) -> list[tuple[str, Sequence[_HasPath]]]:
     """Returns the leaves in at most `max_groups` groups with a common path, splitting the largest group first."""
     if len(leaves) <= max_groups:
         return [(leaf.path, [leaf]) for leaf in leaves]
-    groups: dict[Row, list[LeafDescription]] = {(): list(leaves)}
+    groups: dict[Row, list[_HasPath]] = {(): list(leaves)}
     closed: set[Row] = set()
     while open_groups := [prefix for prefix in groups if prefix not in closed]:
         largest = max(open_groups, key=lambda prefix: len(groups[prefix]))
-        parts: dict[Row, list[LeafDescription]] = {}
+        parts: dict[Row, list[_HasPath]] = {}
         for leaf in groups[largest]:
-            parts.setdefault(tuple(_numberless(leaf.path).split("/"))[: len(largest) + 1], []).append(leaf)
+            parts.setdefault(tuple(numberless(leaf.path).split("/"))[: len(largest) + 1], []).append(leaf)
         if list(parts) == [largest] or len(groups) - 1 + len(parts) > max_groups:
             closed.add(largest)
         else:
@@ -310,7 +318,7 @@ def _leaf_count(leaves: Sequence[LeafDescription]) -> str:
     return f"{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}"
 
 
-def _numberless(path: str) -> str:
+def numberless(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
@@ -318,7 +326,7 @@ def _row(path: str, leaves: Sequence[LeafDescription]) -> Row:
     count = f" ({len(leaves):,} leaves)" if len(leaves) > 1 else ""
     arrays = list(dict.fromkeys(leaf.dtype_and_shape for leaf in leaves))
     placements = list(dict.fromkeys(leaf.placement for leaf in leaves))
-    return (f"{path or 'state'}{count}", _listed(arrays, 3), _listed(placements, 3, "; "), *_sizes(leaves))
+    return (f"{path or 'state'}{count}", listed(arrays, 3), listed(placements, 3, "; "), *_sizes(leaves))
 
 
 def _sizes(leaves: Sequence[LeafDescription]) -> Row:
@@ -326,7 +334,7 @@ def _sizes(leaves: Sequence[LeafDescription]) -> Row:
         sum(leaf.bytes for leaf in leaves),
         *(_most_on_a_device(leaves, of) for of in ("device_bytes", "host_bytes")),
     )
-    return tuple(map(_size, sizes))
+    return tuple(map(size_text, sizes))
 
 
 def _most_on_a_device(leaves: Iterable[LeafDescription], of: str) -> int:
@@ -339,7 +347,13 @@ def _most_on_a_device(leaves: Iterable[LeafDescription], of: str) -> int:
     return max(by_device.values(), default=0)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Returns a number of bytes as text.
+
+    Example:
+        >>> size_text(100), size_text(3 << 20)
+        ('100 B', '3.0 MiB')
+    """
     power = min((max(num_bytes, 1).bit_length() - 1) // 10, 5)
     return f"{num_bytes / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{num_bytes} B"
 
@@ -348,7 +362,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     runs = [
         [pair[1] for pair in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     ]
-    return _listed([f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs], 4)
+    return listed([f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs], 4)
 
 
 def _memories(replicas: Replicas) -> str:
@@ -365,7 +379,7 @@ def _facts(replicas: Replicas) -> dict[str, str]:
     ids_by_process: dict[int, list[int]] = {}
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
         ids_by_process.setdefault(device.process_index, []).append(device.id)
-    owners = _listed([f"process {process} has {_ranges(ids)}" for process, ids in ids_by_process.items()], 8, "; ")
+    owners = listed([f"process {process} has {_ranges(ids)}" for process, ids in ids_by_process.items()], 8, "; ")
     placement = "over all devices" if replicas.batch_axes else "one per device"
     if replicas.virtual:
         placement = f"virtual, at most {replicas.max_per_device} per device"

@@ -25,11 +25,14 @@ FACTS = (
     "step",
     "seconds",
     "examples_per_second",
+    "tokens_per_second",
+    "mfu",
     "stalled_fraction",
     "skipped_steps",
     "dropped_examples",
     "learning_rate",
 )
+NORMS = ("gradient_norm", "update_norm", "parameter_norm")  # columns of `fit(norms=True)`
 VALIDATION_PREFIX = "val_"
 # On light and on dark paper. All light colors differ, because `figure_as_svg` replaces each by a CSS variable. The hues are
 # distinguishable with color blindness.
@@ -114,7 +117,7 @@ class Panel:
 
 
 def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -> list[Panel]:
-    """Returns the panels of a history: loss, metrics, learning rate, throughput and input stall, if they were recorded.
+    """Returns the panels of a history: loss, metrics, norms, learning rate, throughput and input stall, if they were recorded.
 
     Metrics between 0 and 1 share panels; every other metric has a separate panel with its scale.
 
@@ -126,6 +129,7 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
     x_label, columns = _columns(rows)
     metrics = metric_columns(columns)
     curves = _curves({"loss": metrics.pop("loss", {})}, columns, ["loss"])
+    norms = {name: metrics.pop(name) for name in NORMS if name in metrics}
     trace, bad_steps = _loss_of_steps(losses)
     panels = [_panel("Loss", x_label if curves else "step", [*trace, *curves], bad_steps)]
     shared, separate = [], []
@@ -139,9 +143,13 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
         colors = [f"metric-{i}" for i in range(len(names))]
         curves = _curves({name: metrics[name] for name in names}, columns, colors)
         panels.append(_panel("Metrics" if len(names) > 1 else first, x_label, curves))
+    colors = [f"metric-{i}" for i in range(len(norms))]
+    panels.append(_panel("Norms", x_label, _curves(norms, columns, colors)))
     for title, column, zero in (
         ("Learning rate", "learning_rate", False),
         ("Examples per second", "examples_per_second", True),
+        ("Tokens per second", "tokens_per_second", True),
+        ("Model flops utilization", "mfu", True),
         ("Steps that waited for input", "stalled_fraction", True),
     ):
         if column in columns:
@@ -285,7 +293,7 @@ def _curves(metrics: Mapping[str, Mapping[str, str]], columns: Mapping[str, Any]
 
 def _panel(title: str, x_label: str, curves: Sequence[Curve], bad_steps: Any = (), zero: bool = False) -> Panel:
     bad = [curve.x[~is_drawable(curve.y)] for curve in curves if curve.low is None]
-    return Panel(title, x_label, curves, np.unique(np.concatenate([*bad, bad_steps])), zero)
+    return Panel(title, x_label, curves, np.unique(np.concatenate([np.array([]), *bad, bad_steps])), zero)
 
 
 def _loss_of_steps(losses: Mapping[int, Any]) -> tuple[list[Curve], np.ndarray]:

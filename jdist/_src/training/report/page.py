@@ -79,6 +79,9 @@ def _page(fit: Any, title: str) -> str:
     titles = _escaped(", ".join(panel.title for panel in chart_panels(history.rows, history.losses)))
     charts = f'<figure role="img" aria-label="{titles}">{figure_as_svg(history.plot())}</figure>'
     sections = {"Results": _facts(_results(fit)), "Charts": charts}
+    summary = getattr(fit, "summary", lambda: None)()
+    if summary is not None:
+        sections["Model"] = summary._repr_html_()
     if len(history):
         sections[f"{row_name(history).title()}s"] = history._repr_html_()
     if fit.description is not None:
@@ -132,10 +135,21 @@ def _results(fit: Any) -> dict[str, str]:
         results["examples per second"] = (
             f"{format_value(_median(history['examples_per_second']))}, median of the {row}s"
         )
+    if "tokens_per_second" in history:
+        results["tokens per second"] = f"{format_value(_median(history['tokens_per_second']))}, median of the {row}s"
+    if step_flops := getattr(fit, "step_flops", None):
+        results["model flops"] = f"{_flops_text(step_flops)} per step, of matrix products and convolutions"
+    if "mfu" in history:
+        results["model flops utilization"] = f"{_median(history['mfu']):.1%}, median of the {row}s"
     if "stalled_fraction" in history:
         stalled = _median(history["stalled_fraction"])
         results["waited for input"] = f"{stalled:.1%} of the steps, median of the {row}s"
     return results
+
+
+def _flops_text(number: float) -> str:
+    power = min(max(int(math.log10(number)), 0) // 3, 6)
+    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P', 'E'][power]}FLOP"
 
 
 def _median(values: Sequence[float]) -> float:
