@@ -196,23 +196,21 @@ def _update_params(
     updates, opt_state = _updates(optimizer, grads, fields.opt_state, fields.params, **extra_args)
     params = optax.apply_updates(fields.params, updates)
     new_norms = norms_of(updates, params)
-    if update.has_collectives:  # the updates of the replicas may differ, and the replicas have to agree
-        are_updates_finite, new_norms = _agree(updates, new_norms, non_finite)
-    else:
-        are_updates_finite = non_finite == "keep" or are_finite(updates)
-    norms = [*norms, *new_norms]
     if non_finite == "keep":
+        norms += all_reduce("mean", new_norms) if update.has_collectives else new_norms
         return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=norms)
-    is_finite = jnp.isfinite(loss) & are_updates_finite
-    old = fields.params, fields.opt_state
+    is_finite = jnp.isfinite(loss)
+    if update.has_collectives:  # the updates of the replicas may differ, and the replicas have to agree
+        are_updates_finite, new_norms = _agree(updates, new_norms)
+    else:
+        are_updates_finite = are_finite(updates)
+    is_finite, old = is_finite & are_updates_finite, (fields.params, fields.opt_state)
     params, opt_state = select(is_finite & ~has_failed, (params, opt_state), old)
-    return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=norms)
+    return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=[*norms, *new_norms])
 
 
-def _agree(updates: PyTree, norms: list[jax.Array], non_finite: NonFinite) -> tuple[Any, list[jax.Array]]:
+def _agree(updates: PyTree, norms: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
     """Returns whether the updates of all replicas are finite, and the means of the norms of the replicas, in one message."""
-    if non_finite == "keep":
-        return True, all_reduce("mean", norms)
     if not norms:
         return are_finite_on_all_replicas(updates), norms
     zero_or_nan, norms = all_reduce("mean", (jnp.where(are_finite(updates), jnp.float32(0), jnp.nan), norms))

@@ -380,9 +380,10 @@ def _outcome(
     loss = loss.astype(jnp.float32)
     loss = loss if count is None else jnp.where(count == 0, jnp.nan, loss)
     total = lambda mean: jnp.round(mean * num_replicas())
+    numbers = [loss, is_finite.astype(loss.dtype)]
+    numbers.append(jnp.full_like(loss, -1) if num_weighted is None else total(num_weighted))
     tokens = [] if num_tokens is None else [total(num_tokens)]
-    weighted = jnp.full_like(loss, -1) if num_weighted is None else total(num_weighted)
-    return jnp.stack([loss, is_finite.astype(loss.dtype), weighted, *tokens, *norms])
+    return jnp.stack([*numbers, *tokens, *norms])
 
 
 def _num_weighted(weights: Any) -> jax.Array | None:
