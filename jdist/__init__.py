@@ -120,6 +120,9 @@ from jdist._src.training.eval_step import eval_step as eval_step
 from jdist._src.training.fit import Fit as Fit
 from jdist._src.training.history import History as History
 from jdist._src.training.state import TrainState as TrainState
+from jdist._src.training.summary import LayerSummary as LayerSummary
+from jdist._src.training.summary import Summary as Summary
+from jdist._src.training.summary import summary as summary
 from jdist._src.training.train_step import train_step as train_step
 from jdist._src.training.trainer import Trainer as Trainer
 from jdist._src.values.aggregation import VariableAggregation as VariableAggregation

@@ -95,7 +95,7 @@ def test_every_strategy_compiles_and_reports_its_memory():
 def test_replicas_send_their_gradients_and_one_device_sends_nothing():
     for name in ("tpu", "mirrored"):
         (one,) = hlo.collectives(program_of(name).as_text())
-        assert one == ("all-reduce", (PARAMS + 4) * 2 * 7 / 8, 8, 1, False)
+        assert one[:5] == ("all-reduce", (PARAMS + 4) * 2 * 7 / 8, 8, 1, False)
     assert hlo.collectives(program_of("one_device").as_text()) == []
 
 
@@ -194,7 +194,9 @@ def test_step_or_function_and_shapes_or_arrays_give_the_same_program():
         ]
     ]
     collectives = [hlo.collectives(program.as_text()) for program in programs]
-    assert collectives == [[("all-reduce", 4 * 2 * 7 / 8, 8, 1, False)]] * len(programs)
+    assert [[each[:5] for each in of_one] for of_one in collectives] == [[("all-reduce", 7.0, 8, 1, False)]] * len(
+        programs
+    )
     assert len({program.memory_analysis().argument_size_in_bytes for program in programs}) == 1
 
 

@@ -16,14 +16,14 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from jdist._src.core.html_page import COLORS
+from jdist._src.core.rendering import printable
 from jdist._src.training.history import History, format_value
 from jdist._src.training.report.charts import (
-    COLORS,
     chart_panels,
     draw_figure,
     figure_as_svg,
     metric_columns,
-    printable,
 )
 
 from laws import each_row

@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 PLAN = Verb(
-    "compile a step for hardware that is not attached, and print what it needs; the exit status is 1 if it does not fit",
+    "compile a step for hardware that is not attached; the exit status is 1 if it does not fit",
     "plan train_plan.py --html plan.html",
     _add_arguments,
     _run,

@@ -38,6 +38,17 @@ def facts_table(title: str, facts: Mapping[str, str]) -> Any:
     return Group(Text(title, style="bold"), table) if title else table
 
 
+def printable(text: str, max_length: int = 60) -> str:
+    r"""Returns `text` on one line, with unprintable characters escaped, shortened to `max_length`.
+
+    Example:
+        >>> printable("top\n5"), printable("a_very_long_name", max_length=8)
+        ('top\\n5', 'a_very_…')
+    """
+    escaped = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return escaped if len(escaped) <= max_length else escaped[: max_length - 1] + "…"
+
+
 def _console(width: int, record: bool = False) -> Any:
     from rich.console import Console  # not needed until something is shown
 

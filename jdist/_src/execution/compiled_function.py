@@ -13,7 +13,7 @@ from jax.tree_util import PyTreeDef
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.execution.interrupts import uninterrupted
-from jdist._src.execution.traced import Arguments, Proof, Results, TraceFn
+from jdist._src.execution.traced import Arguments, Proof, Results, Traced, TraceFn
 from jdist._src.jaxpr.interpreter import all_equations
 from jdist._src.values.array_checks import check_array
 from jdist._src.values.array_copies import copy_tree
@@ -55,9 +55,9 @@ class CompiledFunction:
         call: Calls it, from the tuple of arguments to `(state, outputs)`. A call passes its arguments on as one tuple: after
             `fn(*args)` Python 3.11 may handle Ctrl-C before the result has a name, and the caller's state is donated then.
         proof: Of the program that was traced last, or None.
-        jaxpr: The closed jaxpr of one replica of this program, or None.
         on_results: Called after each call with the results, their leaves and their structure, before the caller has them.
         on_new_signature: Called with the arguments of the first call of each signature, after it.
+        on_trace: Called with each trace of the program, while JAX traces it.
         num_signatures: The number of signatures that steps were called with; 0 if JAX does not count them.
         lowers_apart: Whether the next call traces the program again that `lower` has traced.
     """
@@ -86,9 +86,9 @@ class CompiledFunction:
         self._runs_callbacks = False  # whether one of them runs Python code after it has donated the state
         self._is_first_call = True
         self.proof: Proof | None = None
-        self.jaxpr: Any = None
         self.on_results: list[Callable[[Results, list[Any], ResultStructure], None]] = []
         self.on_new_signature: list[Callable[[Arguments], None]] = []
+        self.on_trace: list[Callable[[Traced], None]] = []
         self.num_signatures = 0
         self.lowers_apart = False
         self.call = uninterrupted(self._jitted, self._finish, self._runs_python, self._after_failure)
@@ -104,7 +104,9 @@ class CompiledFunction:
     def traced_pair(self, *args: PyTree) -> Results:
         """Returns `(state, outputs)` of a call while JAX traces it."""
         traced = self._trace(args)
-        self.proof, self.jaxpr = traced.proof, traced.jaxpr
+        self.proof = traced.proof
+        for note in self.on_trace:
+            note(traced)
         self._runs_callbacks = self._runs_callbacks or _runs_python(traced.jaxpr, traced.pair)
         return traced.pair
 

@@ -56,11 +56,12 @@ class HostCalls(Stage):
             lowered = lower(args)
             if not self._is_used:
                 return lowered
-            before, self._runs_immediately = self._runs_immediately, True
+            before = self._runs_immediately, compiled.lowers_apart
+            self._runs_immediately = compiled.lowers_apart = True
             try:
-                return compiled.lower_apart(args)
+                return lower(args)
             finally:
-                self._runs_immediately = before
+                self._runs_immediately, compiled.lowers_apart = before
 
         return lower_any
 

@@ -23,7 +23,7 @@ from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import run_held_back
 from jdist._src.execution.replicate import trace_replica
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, CallFn, LowerFn, ReplicaFn, Results, UserCall
+from jdist._src.execution.traced import Arguments, CallFn, LowerFn, ReplicaFn, Results, TraceFn, UserCall
 from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica, unread_rows
@@ -83,6 +83,10 @@ class StackedSteps(Stage):
     def wrap_function(self, fn: ReplicaFn, call: UserCall) -> ReplicaFn:
         """See `Stage`."""
         return functools.partial(scan_steps, fn, self._loop.num_steps) if self._loop.scans else fn
+
+    def wrap_trace(self, trace: TraceFn) -> TraceFn:
+        """See `Stage`."""
+        return lambda args: trace(args)._replace(num_steps=self._loop.num_steps if self._loop.scans else 1)
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
         """See `Stage`."""

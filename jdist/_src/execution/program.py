@@ -22,7 +22,7 @@ from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pen
 from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica
 from jdist._src.execution.retraces import Retraces
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, TraceFn
+from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, Traced, TraceFn
 from jdist._src.replica.context import in_replica_function
 
 StateT = TypeVar("StateT")
@@ -113,6 +113,11 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         return merged
 
     @property
+    def on_trace(self) -> list[Callable[[Traced], None]]:
+        """The functions that are called with each trace of the program, while JAX traces it."""
+        return self._compiled.on_trace
+
+    @property
     def proof(self) -> Proof:
         """The proof of the program that was traced last.
 
@@ -122,11 +127,6 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         if self._compiled.proof is None:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
         return self._compiled.proof
-
-    @property
-    def traced_jaxpr(self) -> Any:
-        """The closed jaxpr of one replica of the program that was traced last; None before the first trace."""
-        return self._compiled.jaxpr
 
     def __repr__(self) -> str:
         mesh = self.backend.replicas.mesh

@@ -42,11 +42,13 @@ class Traced(NamedTuple):
         pair: The global values of `(state, outputs)`.
         proof: Which of them are replicated.
         jaxpr: The closed jaxpr of one replica.
+        num_steps: The number of steps that it takes, if the function is a step.
     """
 
     pair: Results
     proof: Proof
     jaxpr: Any
+    num_steps: int = 1
 
 
 TraceFn = Callable[[Arguments], Traced]

@@ -1,4 +1,4 @@
-"""The memory of a compiled step on one device, by what it contains, and the memory that a device has."""
+"""The memory of a compiled step on one device, by its contents, and the memory that a device has."""
 
 import contextlib
 import dataclasses

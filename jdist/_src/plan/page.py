@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdist._src.core.atomic_files import replace_atomically
+from jdist._src.core.html_page import html_page
 from jdist._src.core.paths import as_path
 from jdist._src.core.rendering import html_of
 from jdist._src.plan.tables import WIDTH, num_bytes_text, overview_tables, plan_notes, size_name, size_tables
-from jdist._src.training.report.page import html_page
 
 _PARTS = {  # the colors of the report's charts
     "parameters": "--loss",

@@ -17,6 +17,7 @@ from jdist._src.devices.hlo import Collective, module_collectives
 from jdist._src.devices.hlo_text import HloModule
 from jdist._src.devices.topology import Topology, is_topology_device, topology_of
 from jdist._src.execution.program import Program
+from jdist._src.execution.traced import Traced
 from jdist._src.jaxpr.flops import matmul_flops
 from jdist._src.plan.buffers import Buffer, peak_buffers
 from jdist._src.plan.calibration import Calibration, calibrated
@@ -146,7 +147,7 @@ def plan(
     remedies: bool = True,
     compiler_options: Any = None,
 ) -> Plan:
-    """Compiles a step for numbers of devices that need not be attached, and reports what it needs and what it costs.
+    """Compiles a step for devices that need not be attached, and reports its memory, its collectives and a model of its time.
 
     Nothing is executed and no array is created. The compiler of the hardware decides whether the step fits, which collectives
     it runs and which buffers it needs. The time of a step is a model of published rates of the hardware, and is marked as one.
@@ -157,7 +158,7 @@ def plan(
         state: A function that creates the state, as for `strategy.init`; or the state or its shapes.
         inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
             `[replica, batch, ...]`, such as `dataset.element_spec`.
-        over: Numbers of devices, or other strategies. For a number, the strategy is built again on so many devices of the same
+        over: Numbers of devices, or other strategies. For a number, the strategy is built again on this number of devices of the same
             kind, with the same number of examples per device. By default the devices of `strategy`.
         device_memory: The bytes that a device has for the step, in place of what the compiler or the device reports.
         calibrate: A strategy on attached devices on which the step is measured, for a minute at most, to correct the model of
@@ -298,9 +299,11 @@ def _compile(case: _Case, limit: int | None, options: Any, variant: Variant | No
     strategy, program = case.strategy, case.program()
     arguments, sizes = argument_sizes(strategy, case.state, case.inputs)
     device_limit = memory_limit(strategy.devices[0]) if limit is None else limit
+    traces: list[Traced] = []
+    program.on_trace.append(traces.append)
     with options_of(variant or Variant("", strategy, ())) as is_used:
         lowered = program.lower(case.state, *case.inputs)
-    flops = matmul_flops(program.traced_jaxpr) * strategy.num_replicas_in_sync / strategy.mesh.size
+    flops = matmul_flops(traces[-1].jaxpr) * strategy.num_replicas_in_sync / strategy.mesh.size
     try:
         compiled = lowered.compile(program.compiler_options(options))
     except jax.errors.JaxRuntimeError as error:

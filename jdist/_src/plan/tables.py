@@ -95,7 +95,7 @@ def _overview(sizes: Sequence[Any]) -> Any:
 
 
 def _memory(sizes: Sequence[Any]) -> Any:
-    """Returns the bytes per device by what they contain, one row per different memory."""
+    """Returns the bytes per device by their contents, one row per number of devices."""
     names = ("parameters", "optimizer", "inputs", "outputs", "activations", "temporaries", "code", "host")
     names = [name for name in names if any(getattr(size.memory, name) for size in sizes)]
     rows = [[f"{size.devices:,}", *(num_bytes_text(getattr(size.memory, name)) for name in names)] for size in sizes]
@@ -140,7 +140,7 @@ def _remedies(size: Any) -> Any:
 
 
 def plan_notes(plan: Any) -> str:
-    """Returns what the reader of a plan has to know about its times."""
+    """Returns the sentences about the times of a plan."""
     notes = []
     if any(size.time for size in plan.sizes):
         notes.append(

@@ -95,7 +95,7 @@ class Description:
         count = self.replicas.size
         facts = [self.strategy, f"{count:,} {'replica' if count == 1 else 'replicas'}"]
         if self.leaves:
-            facts.append(f"{_leaf_count(self.leaves)}, {_size(self.bytes)}")
+            facts.append(f"{_leaf_count(self.leaves)}, {size_text(self.bytes)}")
         return f"Description({', '.join(facts)})"
 
     def __str__(self) -> str:
@@ -278,13 +278,13 @@ def _is_unsplit(rules: StateSharding, leaf: StateLeaf, sharding: NamedSharding) 
 def _unsplit_note(rules: StateSharding, paths: Sequence[str]) -> str:
     leaves = "1 leaf is" if len(paths) == 1 else f"{len(paths):,} leaves are"
     dim = "no dim that `layout` leaves unsplit" if rules.patterns else "no dim"
-    names = paths if len(paths) <= 6 else list(dict.fromkeys(map(_numberless, paths)))
+    names = paths if len(paths) <= 6 else list(dict.fromkeys(map(numberless, paths)))
     parts = rules.mesh.shape[rules.axis]
     return f"{leaves} not split over {rules.axis!r}, because {dim} is divisible by {parts}: {listed(names, 6)}."
 
 
 def listed(names: Sequence[str], most: int, comma: str = ", ") -> str:
-    """The first `most` names, and the number of the others."""
+    """Returns the first `most` names, and the number of the others."""
     return comma.join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
@@ -304,7 +304,7 @@ def grouped(leaves: Sequence[LeafT], max_groups: int, separator: str = "/") -> l
         largest = max(open_groups, key=lambda prefix: len(groups[prefix]))
         parts: dict[Row, list[LeafT]] = {}
         for leaf in groups[largest]:
-            parts.setdefault(tuple(_numberless(leaf.path).split(separator))[: len(largest) + 1], []).append(leaf)
+            parts.setdefault(tuple(numberless(leaf.path).split(separator))[: len(largest) + 1], []).append(leaf)
         if list(parts) == [largest] or len(groups) - 1 + len(parts) > max_groups:
             closed.add(largest)
         else:
@@ -317,7 +317,7 @@ def _leaf_count(leaves: Sequence[LeafDescription]) -> str:
     return f"{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}"
 
 
-def _numberless(path: str) -> str:
+def numberless(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
@@ -333,7 +333,7 @@ def _sizes(leaves: Sequence[LeafDescription]) -> Row:
         sum(leaf.bytes for leaf in leaves),
         *(_most_on_a_device(leaves, of) for of in ("device_bytes", "host_bytes")),
     )
-    return tuple(map(_size, sizes))
+    return tuple(map(size_text, sizes))
 
 
 def _most_on_a_device(leaves: Iterable[LeafDescription], of: str) -> int:
@@ -346,7 +346,13 @@ def _most_on_a_device(leaves: Iterable[LeafDescription], of: str) -> int:
     return max(by_device.values(), default=0)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Returns a number of bytes as text.
+
+    Example:
+        >>> size_text(100), size_text(3 << 20)
+        ('100 B', '3.0 MiB')
+    """
     power = min((max(num_bytes, 1).bit_length() - 1) // 10, 5)
     return f"{num_bytes / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{num_bytes} B"
 

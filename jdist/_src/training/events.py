@@ -107,7 +107,9 @@ class Event:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The loss and the metrics since the last row of the history, exact over all examples since then.
+        """The loss, the metrics and the norms since the last row of the history, exact over all examples since then.
+
+        With `tokens_per_second` and `mfu` if `fit` records them.
 
         That is the epoch so far, or with `fit(validate_every=...)` the steps since the last validation or the end of the last
         epoch. Every access reads them from the devices.

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.migration_hints import explains_attributes
-from jdist._src.core.rendering import facts_table, html_of
+from jdist._src.core.rendering import facts_table, html_of, printable
 from jdist._src.core.tree import PyTree, is_named_tuple
 from jdist._src.execution.traced import Proof
 from jdist._src.strategies.description import Description
 from jdist._src.training.history import FACTS, History, format_value, row_name
-from jdist._src.training.report.charts import printable
 from jdist._src.training.report.page import write_report
-from jdist._src.training.state import TrainState
+from jdist._src.training.state import TrainState, params_of
+from jdist._src.training.summary import Summary, summary
 from jdist._src.values.array_checks import is_device_array
 from jdist._src.values.array_copies import copy_arrays
 
@@ -47,6 +47,8 @@ class Fit:
         stop_reason: The reason why training stopped, a sentence.
         description: The devices, and the placement of the state.
         proof: The result of the replication proof of the step; None if no step was taken.
+        step_flops: The floating point operations of the matrix products and convolutions of a step, over all replicas, in the
+            forward and the backward pass: the mean of the steps of this `fit`. None if they are unknown, or 0.
     """
 
     state: TrainState
@@ -55,6 +57,7 @@ class Fit:
     stop_reason: str
     description: Description | None = None
     proof: Proof | None = None
+    step_flops: float | None = None
 
     def __repr__(self) -> str:
         rows = len(self.history)
@@ -80,13 +83,18 @@ class Fit:
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_not_donated("pickled")
         # Without the description, which contains devices of this process.
-        return Fit, (jax.tree.map(_on_host, self.state), self.history, self.steps, self.stop_reason, None, self.proof)
+        fields = self.history, self.steps, self.stop_reason, None, self.proof, self.step_flops
+        return Fit, (jax.tree.map(_on_host, self.state), *fields)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fit":
         self._check_not_donated("copied")
         copied = lambda leaf: copy_arrays([leaf])[0] if is_device_array(leaf) else copy.deepcopy(leaf)
         history = copy.deepcopy(self.history, memo)
         return dataclasses.replace(self, state=jax.tree.map(copied, self.state), history=history)
+
+    def summary(self) -> Summary | None:
+        """Returns the layers of the model in the state, see `jdist.summary`; None if the state has no `params`."""
+        return summary(self.state) if jax.tree.leaves(params_of(self.state)) else None
 
     def _check_not_donated(self, participle: str) -> None:
         if is_donated(self.state):

@@ -52,6 +52,8 @@ class GradientStep(NamedTuple):
         model_state: The new model state of this replica, even if the step is not taken.
         varies: For each leaf of the model state, whether it may differ between replicas.
         aux: The auxiliary values of this replica, `[micro_batch, ...]` if there are several micro-batches.
+        norms: The norms of gradient, update and new parameters, float32 `[]` each, if they were requested. Of a step
+            that is not taken, without a meaning.
     """
 
     loss: jax.Array
@@ -63,6 +65,7 @@ class GradientStep(NamedTuple):
     model_state: PyTree = None
     varies: Sequence[bool] = ()
     aux: PyTree = None
+    norms: Sequence[jax.Array] = ()
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -90,6 +93,7 @@ def gradient_step(
     non_finite: NonFinite = "keep",
     has_failed: jax.Array | bool = False,
     num_weighted: Any = None,
+    norms: bool = False,
 ) -> GradientStep:
     """Takes a training step: what `jdist.train_step` and `jdist.Trainer` have in common.
 
@@ -104,7 +108,9 @@ def gradient_step(
         remat: See `jdist.value_and_grad`.
         non_finite: The treatment of a step that is not finite.
         has_failed: Whether an earlier step ended training.
-        num_weighted: A number `[]` of this replica that is reduced in the same message as the count, or None.
+        num_weighted: A tree of numbers `[]` of this replica that are reduced in the same message as the count, or None.
+        norms: Whether to compute the norms. They need no message of their own, unless the optimizer reduces gradients and
+            `non_finite` is "keep".
 
     Raises:
         TypeError: The optimizer needs an unknown argument, its new state or that of the model has other leaves, or the state
@@ -130,7 +136,7 @@ def gradient_step(
         (totals, aux), model_state, varies = update_model_state(
             compute_totals, fields.params, fields.model_state, data, weights, micro_batches
         )
-    step = _update_params(optimizer, non_finite, jnp.asarray(has_failed), totals, fields, value_fn, num_weighted)
+    step = _update_params(optimizer, non_finite, jnp.asarray(has_failed), totals, fields, value_fn, num_weighted, norms)
     return step._replace(model_state=model_state, varies=varies, aux=aux)
 
 
@@ -142,6 +148,7 @@ def _update_params(
     fields: TrainState,
     value_fn: Callable[..., jax.Array],
     num_weighted: Any,
+    has_norms: bool,
 ) -> GradientStep:
     """Reduces loss and gradients of this replica, and updates the parameters, unless the step is not finite."""
     check_optimizer_state(optimizer, fields.opt_state, fields.params)
@@ -165,14 +172,17 @@ def _update_params(
     check_same_leaves("opt_state", fields.opt_state, new_state, GROWING_OPTIMIZER_STATE)
     counts = totals.count, num_weighted
     is_finite, extra_args = jnp.bool_(True), {"value_fn": value_fn, "obj_fn": value_fn}
+    norms_of = lambda *trees: [global_norm(tree) for tree in trees if has_norms]
+    # Not of frozen parameters: the reduction of a gradient that nothing reads is removed by XLA.
+    read = lambda grads: [leaf for leaf, is_read in zip(jax.tree.leaves(grads), update.reads, strict=True) if is_read]
     if update.has_collectives:  # the optimizer reduces the gradients
         count, num_weighted = all_reduce("mean", counts)
         loss, grads = divide_by_count(totals.loss, grads, count)
-        loss = all_reduce("mean", loss)
+        loss, norms = all_reduce("mean", (loss, norms_of(read(grads))))
     elif non_finite == "keep" or update.tests_numbers or calls:
         loss, grads, (count, num_weighted) = all_reduce("mean", (totals.loss, grads, counts))
         loss, grads = divide_by_count(loss, grads, count)
-        extra_args["grad"] = grads
+        norms, extra_args["grad"] = norms_of(read(grads)), grads
     else:
         (loss, (count, num_weighted)), grads, is_finite = mean_over_replicas((totals.loss, counts), grads, update.reads)
         loss, grads = divide_by_count(loss, grads, count)
@@ -180,18 +190,43 @@ def _update_params(
         is_taken, inputs = is_finite & ~has_failed, (fields.params, loss, _weight(num_losses, count))
         updates, opt_state = _guarded_update(update, is_taken, grads, fields.opt_state, inputs)
         params = select(is_taken, optax.apply_updates(fields.params, updates), fields.params)
-        return GradientStep(loss, is_finite, params, opt_state, count, num_weighted)
+        norms = norms_of(read(grads), updates, params)
+        return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=norms)
     extra_args |= {"value": loss, "weight": _weight(num_losses, count)}
     updates, opt_state = _updates(optimizer, grads, fields.opt_state, fields.params, **extra_args)
     params = optax.apply_updates(fields.params, updates)
+    new_norms = norms_of(updates, params)
     if non_finite == "keep":
-        return GradientStep(loss, is_finite, params, opt_state, count, num_weighted)
-    # With collectives the updates of the replicas may differ, and the replicas have to agree.
-    test = are_finite_on_all_replicas if update.has_collectives else are_finite
-    is_finite = jnp.isfinite(loss) & test(updates)
-    old = fields.params, fields.opt_state
+        norms += all_reduce("mean", new_norms) if update.has_collectives else new_norms
+        return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=norms)
+    is_finite = jnp.isfinite(loss)
+    if update.has_collectives:  # the updates of the replicas may differ, and the replicas have to agree
+        are_updates_finite, new_norms = _agree(updates, new_norms)
+    else:
+        are_updates_finite = are_finite(updates)
+    is_finite, old = is_finite & are_updates_finite, (fields.params, fields.opt_state)
     params, opt_state = select(is_finite & ~has_failed, (params, opt_state), old)
-    return GradientStep(loss, is_finite, params, opt_state, count, num_weighted)
+    return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=[*norms, *new_norms])
+
+
+def _agree(updates: PyTree, norms: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns whether the updates of all replicas are finite, and the means of the norms of the replicas, in one message."""
+    if not norms:
+        return are_finite_on_all_replicas(updates), norms
+    zero_or_nan, norms = all_reduce("mean", (jnp.where(are_finite(updates), jnp.float32(0), jnp.nan), norms))
+    return jnp.isfinite(zero_or_nan), norms
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """Returns the L2 norm of all numbers of `tree`, computed in float32, `[]`.
+
+    Example:
+        >>> float(global_norm({"w": jnp.full(4, 3.0, jnp.bfloat16), "b": jnp.float32(8)}))
+        10.0
+    """
+    leaves = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
+    return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
 
 def _weight(num_losses: jax.Array, count: Any) -> jax.Array:

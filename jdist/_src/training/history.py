@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from jdist._src.core.rendering import html_of, text_of
+from jdist._src.core.rendering import html_of, printable, text_of
 from jdist._src.training.report.charts import FACTS as FACTS
-from jdist._src.training.report.charts import chart_panels, draw_figure, printable
+from jdist._src.training.report.charts import chart_panels, draw_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,8 +18,8 @@ _MAX_TEXT_ROWS, _MAX_HTML_ROWS = 30, 200
 _WIDTH = 10_000  # no column is folded
 
 
-class _Losses(dict[int, float]):
-    """The loss of each step by step number. As an array, `np.asarray(losses)` or `plt.plot(losses)`, the losses in order."""
+class _StepValues(dict[int, float]):
+    """A number of each step by step number. As an array, `np.asarray(losses)` or `plt.plot(losses)`, the numbers in order."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array([self[step] for step in sorted(self)], dtype or np.float64)
@@ -35,8 +35,11 @@ class History:
             metrics since the previous row, the same of the validation data as `val_loss` and so on, or `val_NAME_loss` with
             several sets, and `learning_rate` if known. A row with such steps or examples has `skipped_steps`, the number of
             steps that changed nothing because their loss or a gradient was not finite, and `dropped_examples`, the number of
-            examples with weight 0. Loss and metrics do not contain them, and are NaN if there are no others.
+            examples with weight 0. Loss and metrics do not contain them, and are NaN if there are no others. With
+            `Trainer(tokens=...)` there is `tokens_per_second`; on accelerators whose peak is known `mfu`, the model flops
+            utilization; and with `fit(norms=True)` `gradient_norm`, `update_norm` and `parameter_norm`, the means of the steps.
         losses: The loss of each step, by step number; as an array, such as for `plt.plot`, the losses in order.
+        norms: With `fit(norms=True)`, the norms of each step that was not skipped, by the name of the column and step number.
 
     Example:
         >>> rows = [{"epoch": 0, "loss": 2.25}, {"epoch": 1, "loss": 0.125, "val_loss": 0.5}]
@@ -51,10 +54,13 @@ class History:
 
     rows: Sequence[Mapping[str, float]] = ()
     losses: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    norms: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if type(self.losses) is dict:
-            object.__setattr__(self, "losses", _Losses(self.losses))
+            object.__setattr__(self, "losses", _StepValues(self.losses))
+        if type(self.norms) is dict:
+            object.__setattr__(self, "norms", {name: _StepValues(values) for name, values in self.norms.items()})
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from jdist._src.core.errors import FitError
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.execution.interrupts import interrupts_after_blocks
-from jdist._src.execution.traced import Proof
 from jdist._src.replica.finite import are_finite_on_all_replicas
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
@@ -39,6 +38,7 @@ from jdist._src.training.resume import (
 )
 from jdist._src.training.state import accumulated_steps, learning_rate_of, params_of, skipped_updates, step_of
 from jdist._src.training.state_copies import param_digest, replicated_fingerprints, summands
+from jdist._src.training.step_calls import StepCalls, Totals
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import StepFunctions, TrainCarry
 from jdist._src.values.process_calls import check_same_facts, exchange_call, processes_of
@@ -70,12 +70,12 @@ class Loop:
         strategy: The strategy.
         functions: The step functions.
         call_step: From a carry and the batches of a call to the next carry and the outcome.
+        peak_flops: The peak floating point operations per second of all devices, or None.
         validate: From a state to the metrics of the validation data, or None.
         validate_every: The number of steps between validations; None for a validation at the end of each epoch.
         callbacks: The callbacks, in calling order.
         metric_names: The names in `Event.logs` after a validation.
         resume: The argument of `fit`.
-        read_proof: Returns the result of the replication proof of the step.
         total_steps: The number of steps after which training ends, if known.
         requested_steps: The number of steps that the caller requested, if any.
         start: The state to start with.
@@ -84,13 +84,13 @@ class Loop:
 
     strategy: Strategy
     functions: StepFunctions
-    call_step: Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]
+    call_step: StepCalls
+    peak_flops: float | None
     validate: Callable[[PyTree], Mapping[str, Any]] | None
     validate_every: int | None
     callbacks: Sequence[Callback]
     metric_names: Sequence[str]
     resume: Any
-    read_proof: Callable[[], Proof]
     total_steps: int | None
     requested_steps: int | None
     start: dataclasses.InitVar[StartPoint]
@@ -104,11 +104,13 @@ class Loop:
         self._carry = TrainCarry(start.state, metrics, self.strategy.put(np.bool_(False)))
         self._first_step = self._step = self._row_first_step = int(step_of(start.state))
         self._last_validation = self._step
-        self._calls = self._examples = self._row_first_example = 0
+        self._calls = self._examples = 0
         self._epoch, self._position, self._stalled_fraction = first_position["epoch"], first_position, 0.0
         self._row_metrics: Mapping[str, Any] = {}
-        self._recorder = Recorder(start.resume_data, self.functions.non_finite == "skip")
-        self._start_time = self._row_start_time = time.perf_counter()
+        names = self.functions.outcome_names
+        self._recorder = Recorder(start.resume_data, self.functions.non_finite == "skip", names)
+        self._row_start = self._totals()
+        self._start_time = self._row_start.time
         self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
         self._processes = processes_of(self.strategy.mesh)
@@ -185,8 +187,8 @@ class Loop:
     def _end_row(self) -> None:
         """Validates if it is due, adds a row to the history, and sends its event."""
         self._check_failure(self._recorder.fetch())
-        seconds = time.perf_counter() - self._row_start_time
-        self._row_metrics = self.functions.read_metrics(self.strategy, self._carry.metrics)
+        rates = self._totals().rates_since(self._row_start, self.peak_flops)
+        self._row_metrics = self._metrics_since_row()
         self._count_skipped_updates()
         rate = learning_rate_of(self._carry.state, step=self._step)
         validation: Mapping[str, Any] = {}
@@ -197,7 +199,7 @@ class Loop:
                 "epoch": self._epoch,
                 "step": self._step,
                 "seconds": time.perf_counter() - self._start_time,
-                "examples_per_second": (self._examples - self._row_first_example) / seconds,
+                **rates,
                 "stalled_fraction": self._stalled_fraction,
                 **{name: count for name, count in self._recorder.row_counts._asdict().items() if count},
                 **({} if rate is None else {"learning_rate": rate}),
@@ -206,9 +208,18 @@ class Loop:
             }
         )
         self._carry = dataclasses.replace(self._carry, metrics=self._empty_metrics())
-        self._row_first_step, self._row_first_example = self._step, self._examples
+        self._row_metrics = {**self._row_metrics, **_reported(rates)}
+        self._row_first_step = self._step
         self._notify(Moment.EPOCH if self._ends_epoch else Moment.VALIDATION, validation)
-        self._row_start_time = time.perf_counter()
+        self._row_start = self._totals()
+
+    def _totals(self) -> Totals:
+        calls = self.call_step
+        return Totals(time.perf_counter(), self._examples, self._recorder.tokens, calls.flops, calls.compile_seconds)
+
+    def _metrics_since_row(self) -> dict[str, Any]:
+        """Returns the loss, the metrics and the norms since the last row of the history."""
+        return {**self.functions.read_metrics(self.strategy, self._carry.metrics), **self._recorder.row_norms}
 
     def _is_over(self, is_interrupted: bool) -> bool:
         if is_interrupted:
@@ -227,7 +238,7 @@ class Loop:
     def _end(self) -> None:
         self._check_failure(self._recorder.fetch())
         if self._step != self._row_first_step or (self._has_failed and not self._row_metrics):
-            self._row_metrics = self.functions.read_metrics(self.strategy, self._carry.metrics)
+            self._row_metrics = self._metrics_since_row()
             self._row_first_step = self._step
         self._count_skipped_updates()
         is_complete = self._stop_reason is None
@@ -334,7 +345,10 @@ class Loop:
             return self._row_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
             return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
-        return self.functions.read_metrics(self.strategy, self._carry.metrics)
+        if self.functions.outcome_names:
+            self._check_failure(self._recorder.fetch())
+        rates = self._totals().rates_since(self._row_start, self.peak_flops)
+        return {**self._metrics_since_row(), **_reported(rates)}
 
     def _is_finite(self, moment: Moment) -> bool:
         self._check_failure(self._recorder.fetch())
@@ -347,6 +361,7 @@ class Loop:
             "callbacks": saved_callback_states(self._stateful_callbacks),
             "history": [dict(row) for row in self._recorder.history.rows],
             "losses": self._recorder.losses_as_arrays(),
+            **({"norms": norms} if (norms := self._recorder.norms_as_arrays()) else {}),
             "ineffective": list(self._recorder.row_counts),
             "seen": jax.tree.leaves(read_values(self._carry.metrics)),
             "replicas": self.strategy.num_replicas_in_sync,
@@ -382,11 +397,19 @@ class Loop:
 
     def _fit(self, is_lost: bool = False) -> Fit:
         history = self._recorder.history
-        history = dataclasses.replace(history, losses=dict(history.losses))
-        proof = self.read_proof() if self._step > self._first_step else None
+        norms = {name: dict(values) for name, values in history.norms.items()}
+        history = dataclasses.replace(history, losses=dict(history.losses), norms=norms)
+        proof = self.call_step.proof if self._step > self._first_step else None
         state = cast(Any, None if is_lost else materialize(self._carry.state))
         description = self.strategy.describe(state)
-        return Fit(state, history, self._step, self._stop_reason or "", description, proof)
+        steps, flops = self._step - self._first_step, self.call_step.flops
+        step_flops = flops / steps if steps > 0 and flops > 0 else None
+        return Fit(state, history, self._step, self._stop_reason or "", description, proof, step_flops)
+
+
+def _reported(rates: Mapping[str, float]) -> dict[str, float]:
+    """Returns the rates that events report: callbacks compute the examples per second themselves."""
+    return {name: rate for name, rate in rates.items() if name != "examples_per_second"}
 
 
 def no_step_message(requested_steps: int, steps: int) -> str:

@@ -16,6 +16,8 @@ from jdist._src.core.arguments import check_seconds
 from jdist._src.core.rendering import html_of
 from jdist._src.core.tree import one_line
 from jdist._src.training.events import Callback, Event, Moment
+from jdist._src.training.state import params_of
+from jdist._src.training.summary import summary
 
 ProgressKind: TypeAlias = Literal["auto", "live", "lines", "notebook", "off"]
 _BAR_WIDTH = 12  # in characters
@@ -162,7 +164,7 @@ class _Meter:
         total = "" if event.total_steps is None else f"/{event.total_steps:,}"
         facts = [f"step {event.step:,}{total}", f"epoch {event.epoch}"]
         if not metrics:
-            facts.append("waiting for the first step, which is compiled")
+            facts += [*_parameters(event), "waiting for the first step, which is compiled"]
         if throughput := self._examples_per_second:
             facts.append(f"{throughput:,.0f} examples/s" if throughput >= 100 else f"{throughput:.3g} examples/s")
         steps_left = 0 if event.total_steps is None else event.total_steps - event.step
@@ -177,6 +179,12 @@ class _Meter:
         if now > start and step > first_step:
             self._examples_per_second = (examples - first_examples) / (now - start)
             self._steps_per_second = (step - first_step) / (now - start)
+
+
+def _parameters(event: Event) -> list[str]:
+    """Returns the number of parameters as a text, if the state has parameters."""
+    params = params_of(event.state)
+    return [f"{summary(params).parameters:,} parameters"] if jax.tree.leaves(params) else []
 
 
 def _joined(facts: list[str], metrics: Mapping[str, float], *last: str) -> str:

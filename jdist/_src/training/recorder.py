@@ -46,8 +46,8 @@ class _PendingCall(NamedTuple):
         positions: The position of the data before the call, and after each batch. The batches themselves are released when the
             step ends.
         examples: The number of examples since the first batch, before the call and after each batch.
-        outcome: The loss of each step, 1 if it was finite, and the number of its examples with a weight, or -1: `[3]` or
-            `[step, 3]`.
+        outcome: The loss of each step, 1 if it was finite, the number of its examples with a weight, or -1, and the numbers of
+            `StepFunctions.outcome_names`: `[number]` or `[step, number]`.
     """
 
     first_step: int
@@ -77,17 +77,25 @@ class Recorder:
     Args:
         resume_data: The result of `Event.resume_data` in the run that is resumed.
         skips: Whether a step that is rejected is skipped; otherwise training ends with it.
+        outcome_names: The names of the numbers that follow the first three in an outcome: `tokens`, and the names of norms.
 
     Attributes:
         counts: The counts of this run, as far as outcomes were fetched.
         row_counts: The counts since the last row of the history.
+        tokens: The number of tokens in the steps of this run that were not rejected, as far as outcomes were fetched; None if
+            they are not counted.
     """
 
-    def __init__(self, resume_data: Mapping[str, Any], skips: bool):
-        self._skips = skips
+    def __init__(self, resume_data: Mapping[str, Any], skips: bool, outcome_names: Sequence[str] = ()):
+        self._skips, self._outcome_names = skips, outcome_names
         self._rows: list[Mapping[str, float]] = list(resume_data.get("history", ()))
         steps, losses = resume_data.get("losses", ((), ()))
         self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
+        self._norms: dict[str, dict[int, float]] = {
+            name: dict(zip(map(int, steps), map(float, values), strict=True))
+            for name, (steps, values) in resume_data.get("norms", {}).items()
+        }
+        self.tokens = 0 if "tokens" in outcome_names else None
         self._pending: list[_PendingCall] = []
         self.row_counts = IneffectiveCounts(*map(int, resume_data.get("ineffective", ())))
         self.counts = IneffectiveCounts()
@@ -95,16 +103,34 @@ class Recorder:
     @property
     def history(self) -> History:
         """The history so far."""
-        return History(tuple(self._rows), MappingProxyType(self._losses))
+        return History(tuple(self._rows), MappingProxyType(self._losses), MappingProxyType(self._norms))
 
     @property
     def last_loss(self) -> dict[str, float]:
-        """The last loss that was fetched, if there is one."""
-        return {"loss": self._losses[max(self._losses)]} if self._losses else {}
+        """The last loss that was fetched, and the last norms, if there are any."""
+        columns = {"loss": self._losses, **{name: self._norms.get(name) for name in self._outcome_names}}
+        return {name: values[max(values)] for name, values in columns.items() if values}
+
+    @property
+    def row_norms(self) -> dict[str, float]:
+        """The mean of each norm over the steps since the last row; NaN if all of them were rejected."""
+        last_step = self._rows[-1].get("step", 0) if self._rows else 0
+        means = {}
+        for name in self._outcome_names:
+            if name != "tokens":
+                norms = self._norms.get(name, {})
+                steps = itertools.takewhile(lambda step: step > last_step, reversed(norms))
+                values = [norms[step] for step in steps]
+                means[name] = float(np.mean(values)) if values else math.nan
+        return means
 
     def losses_as_arrays(self) -> list[np.ndarray]:
         """Returns the steps whose losses were fetched, and these losses."""
-        return [np.array(list(self._losses)), np.array(list(self._losses.values()), np.float32)]
+        return _as_arrays(self._losses)
+
+    def norms_as_arrays(self) -> dict[str, list[np.ndarray]]:
+        """Returns the steps whose norms were fetched, and these norms, by name."""
+        return {name: _as_arrays(values) for name, values in self._norms.items()}
 
     def add_call(
         self,
@@ -131,7 +157,7 @@ class Recorder:
             return None
         with jax.transfer_guard_device_to_host("allow"):
             arrays = read_replicated([call.outcome for call in calls])
-            outcomes = np.concatenate([np.reshape(x, (-1, 3)) for x in arrays])  # [step, 3]
+            outcomes = np.concatenate([np.reshape(x, (-1, x.shape[-1])) for x in arrays])  # [step, number]
         # Each call begins where the one before it ends.
         first_step = calls[0].first_step
         positions = [calls[0].positions[0], *itertools.chain.from_iterable(call.positions[1:] for call in calls)]
@@ -140,6 +166,12 @@ class Recorder:
         is_taken, has_weights = outcomes[:, 1] > 0, outcomes[:, 2] >= 0
         dropped = (np.diff(examples) - outcomes[:, 2])[is_taken & has_weights]
         self.add_counts(int((~is_taken).sum()) if self._skips else 0, int(dropped.sum()))
+        taken_steps = (first_step + np.flatnonzero(is_taken)).tolist()
+        for name, column in zip(self._outcome_names, outcomes[is_taken, 3:].T, strict=True):
+            if name == "tokens":
+                self.tokens = (self.tokens or 0) + sum(map(int, column.tolist()))
+            else:
+                self._norms.setdefault(name, {}).update(zip(taken_steps, column.tolist(), strict=True))
         if is_taken[-1]:
             return None
         rejected = int(np.argmin(is_taken))
@@ -164,3 +196,7 @@ class Recorder:
         self.counts, self.row_counts = (
             IneffectiveCounts(*map(sum, zip(counts, added, strict=True))) for counts in (self.counts, self.row_counts)
         )
+
+
+def _as_arrays(values: Mapping[int, float]) -> list[np.ndarray]:
+    return [np.array(list(values)), np.array(list(values.values()), np.float32)]

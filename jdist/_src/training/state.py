@@ -119,7 +119,7 @@ def state_fields(state: PyTree) -> TrainState:
         )
     rng = getattr(state, "rng", None)
     rng = jax.random.key(0) if rng is None else rng
-    return TrainState(state.step, state.params, state.opt_state, _model_state(state), rng)
+    return TrainState(state.step, state.params, state.opt_state, model_state_of(state), rng)
 
 
 def _get(state: PyTree, name: str) -> Any:
@@ -127,7 +127,8 @@ def _get(state: PyTree, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
-def _model_state(state: PyTree) -> PyTree:
+def model_state_of(state: PyTree) -> PyTree:
+    """Returns the other variables of the model in a state: `model_state`, or `batch_stats`; an empty dict without any."""
     model_state, batch_stats = _get(state, "model_state"), _get(state, "batch_stats")
     return ({"batch_stats": batch_stats} if model_state is None and batch_stats else model_state) or {}
 
@@ -198,7 +199,7 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
     read = lambda node: node.read() if is_distributed(node) else node
-    values = jax.tree.map(read, (_get(state, "params"), _model_state(state)), is_leaf=is_distributed)
+    values = jax.tree.map(read, (_get(state, "params"), model_state_of(state)), is_leaf=is_distributed)
     variables = ModelVariables(*values)
     if eval_params is None:
         return variables

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -30,8 +30,10 @@ from jdist._src.training.metric_adapters import (
     pack_metrics,
     unpack_metrics,
 )
+from jdist._src.training.model_functions import example_mask
 from jdist._src.training.model_state import mean_over_replicas
 from jdist._src.training.objectives import Objective, explained_data_errors, split_element
+from jdist._src.training.report.charts import NORMS
 from jdist._src.training.state import (
     ModelVariables,
     TrainState,
@@ -87,6 +89,8 @@ class StepFunctions:
         micro_batches: The number of parts that a batch is split into.
         remat: See `jdist.value_and_grad`.
         non_finite: The treatment of a step whose loss or gradient is not finite.
+        tokens: From an element of the data to an array `[batch, ...]` whose non-zero numbers are its tokens, or None.
+        norms: Whether the training step computes the norms of gradient, update and parameters.
     """
 
     objective: Objective
@@ -95,6 +99,8 @@ class StepFunctions:
     micro_batches: int = 1
     remat: Remat = False
     non_finite: NonFinite = "stop"
+    tokens: Callable[[PyTree], Any] | None = None
+    norms: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
@@ -102,6 +108,11 @@ class StepFunctions:
         if self.non_finite not in get_args(NonFinite):
             raise ValueError(f'`non_finite` must be "stop", "skip" or "keep", got {one_line(self.non_finite)}.')
         value_and_grad(lambda params: params, remat=self.remat)  # checks `remat`
+        if self.tokens is not None and not callable(self.tokens):
+            raise TypeError(
+                "`tokens` must be a function from an element of the data to an array [batch, ...] whose non-zero numbers are "
+                f'its tokens, such as `lambda batch: batch["mask"]`, got {one_line(self.tokens)}.'
+            )
 
     @property
     def takes_weights(self) -> bool:
@@ -119,12 +130,28 @@ class StepFunctions:
         return self.objective.metrics
 
     @property
+    def outcome_names(self) -> tuple[str, ...]:
+        """The names of the numbers that follow the first three in the outcome of a step."""
+        return (*(["tokens"] if self.tokens else []), *(NORMS if self.norms else []))
+
+    @property
     def step(self) -> Callable[..., tuple[TrainCarry, jax.Array]]:
         """The training step."""
         return self.train if self.custom_step is None else self.train_by_custom_step
 
     def check_fit(self, state: PyTree) -> None:
-        """Raises TypeError or ValueError if an argument of the trainer that `fit` needs is missing, or `state` does not fit."""
+        """Raises TypeError or ValueError if an argument that `fit` needs is missing, or one does not fit."""
+        if not isinstance(self.norms, bool):
+            raise TypeError(f"`norms` is True or False, got {one_line(self.norms)}.")
+        if self.norms and self.custom_step is not None:
+            raise ValueError(
+                "`norms=True` needs a trainer with `optimizer=`: the gradients of a function `step=` are not known. Return the "
+                'norms from the step, `{"loss": loss, "gradient_norm": optax.global_norm(grads)}`, with '
+                '`metrics=["gradient_norm"]`.'
+            )
+        repeated = [name for name in NORMS if self.norms and name in self.metrics]
+        if repeated:
+            raise ValueError(f"With `norms=True`, no metric can have the name {repeated[0]!r}. Rename the metric.")
         if self.custom_step is None:
             loss = self.objective.loss or self.objective.fn
             require_arguments("fit", optimizer=self.optimizer, loss=loss)
@@ -187,7 +214,9 @@ class StepFunctions:
         """Takes a training step. Returns the carry and the outcome, see `_outcome`."""
         carry, fields, element = state, state_fields(state.state), batch
         micro_batches, remat = resolved_options(GradientOptions(self.micro_batches, self.remat))
-        batch, weights = pad_to_parts(*self.objective.split(element, weights), micro_batches)
+        batch, weights = self.objective.split(element, weights)
+        num_tokens = self._num_tokens(element, weights)
+        batch, weights = pad_to_parts(batch, weights, micro_batches)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step))
         if self.objective.precision:
             precision.check_loss_scale(self.objective.precision, precision.step_precision().scale)
@@ -224,7 +253,8 @@ class StepFunctions:
             remat=remat,
             non_finite=self.non_finite,
             has_failed=carry.has_failed,
-            num_weighted=_num_weighted(weights),
+            num_weighted=(_num_weighted(weights), num_tokens),
+            norms=self.norms,
         )
         metrics = new.aux if micro_batches == 1 else jax.tree.map(lambda x: x.sum(0), new.aux)
         model_state = mean_over_replicas(new.model_state, new.varies, weights)
@@ -240,7 +270,7 @@ class StepFunctions:
             step = lax.optimization_barrier(jnp.where(is_taken, step, fields.step))
             has_failed, is_finite = step == fields.step, step != fields.step
         new_state = replace_fields(carry.state, step, new.params, new.opt_state, model_state)
-        outcome = _outcome(new.loss, is_finite, new.count, new.num_weighted)
+        outcome = _outcome(new.loss, is_finite, new.count, *new.num_weighted, norms=new.norms)
         return TrainCarry(new_state, metrics, has_failed), outcome
 
     def train_by_custom_step(
@@ -281,7 +311,23 @@ class StepFunctions:
                 new_state = with_step(guarded_state, step_of(new_state))
             else:
                 new_state, has_failed, is_finite = guarded_state, ~is_taken, is_taken
-        return TrainCarry(new_state, metrics, has_failed), _outcome(loss, is_finite)
+        num_tokens = all_reduce("mean", self._num_tokens(batch, weights))
+        return TrainCarry(new_state, metrics, has_failed), _outcome(loss, is_finite, num_tokens=num_tokens)
+
+    def _num_tokens(self, element: PyTree, weights: Any) -> jax.Array | None:
+        """Returns the number of tokens of this replica in examples with a weight, float32 `[]`; None without `tokens`."""
+        if self.tokens is None:
+            return None
+        tokens, num_examples = self.tokens(element), len(jax.tree.leaves(element)[0])
+        if not has_dtype(tokens) or jnp.shape(tokens)[:1] != (num_examples,):
+            raise ValueError(
+                f"`tokens` returned {describe_tree(tokens)} for {num_examples} examples. It must return one array "
+                f"[{num_examples}, ...] whose non-zero numbers are the tokens, such as a mask; without one, "
+                "`jnp.ones_like(ids)`."
+            )
+        is_token = jnp.reshape(tokens, (num_examples, -1)) != 0
+        is_example = True if weights is None else example_mask(weights)[:, None] != 0
+        return jnp.sum(is_token & is_example, dtype=jnp.float32)
 
     def evaluate(self, metrics: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
         """Returns the loss and the metrics with one more batch."""
@@ -309,24 +355,36 @@ class StepFunctions:
         return self.objective.apply(*variables, inputs, key, False, weights).outputs
 
 
-def _outcome(loss: jax.Array, is_finite: jax.Array, count: Any = None, num_weighted: Any = None) -> jax.Array:
-    """Returns the outcome of a step `[3]`: its loss, 1 if it was finite, and the number of its examples with a weight.
+def _outcome(
+    loss: jax.Array,
+    is_finite: jax.Array,
+    count: Any = None,
+    num_weighted: Any = None,
+    num_tokens: Any = None,
+    norms: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """Returns the outcome of a step: its loss, 1 if it was finite, the number of its examples with a weight, further numbers.
 
     The loss is the mean over all examples of the batch; NaN if all weights are 0. A step is finite if its loss and its
     gradients, or its updates, are; always with `non_finite="keep"`, and with `"stop"` not after a failure. The number is -1
-    if the batch has no weights. One array, because each result of a program costs time on the host.
+    if the batch has no weights. The further numbers are those of `outcome_names`. One array `[3 + further]`, because each
+    result of a program costs time on the host.
 
     Args:
         loss: The loss.
         is_finite: Whether the step was finite.
         count: The mean of the weights of all losses, or None without weights.
         num_weighted: The mean over the replicas of the number of examples with a weight, or None.
+        num_tokens: The mean over the replicas of the number of tokens, or None.
+        norms: The norms of gradient, update and parameters, if they are computed.
     """
     loss = loss.astype(jnp.float32)
     loss = loss if count is None else jnp.where(count == 0, jnp.nan, loss)
-    if num_weighted is None:
-        return jnp.stack([loss, is_finite.astype(loss.dtype), jnp.full_like(loss, -1)])
-    return jnp.stack([loss, is_finite.astype(loss.dtype), jnp.round(num_weighted * num_replicas())])
+    total = lambda mean: jnp.round(mean * num_replicas())
+    numbers = [loss, is_finite.astype(loss.dtype)]
+    numbers.append(jnp.full_like(loss, -1) if num_weighted is None else total(num_weighted))
+    tokens = [] if num_tokens is None else [total(num_tokens)]
+    return jnp.stack([*numbers, *tokens, *norms])
 
 
 def _num_weighted(weights: Any) -> jax.Array | None:

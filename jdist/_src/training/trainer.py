@@ -22,7 +22,6 @@ from jdist._src.core.tree import PyTree, add_note_once, one_line
 from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
 from jdist._src.execution.program import Program
-from jdist._src.execution.traced import Proof
 from jdist._src.replica.finite import NonFinite
 from jdist._src.replica.gradients import Remat
 from jdist._src.replica.precision import Precision
@@ -51,6 +50,8 @@ from jdist._src.training.resume import (
     total_steps,
 )
 from jdist._src.training.state import ModelVariables, TrainState, model_variables
+from jdist._src.training.step_calls import CountedProgram, StepCalls
+from jdist._src.training.step_calls import peak_flops as peak_flops_of
 from jdist._src.training.step_inputs import (
     DrawnBatch,
     check_example_weights,
@@ -64,7 +65,7 @@ from jdist._src.training.step_inputs import (
     validation_name,
     validation_sets,
 )
-from jdist._src.training.steps import StepFunctions, TrainCarry
+from jdist._src.training.steps import StepFunctions
 from jdist._src.values.array_copies import to_device_memory
 from jdist._src.values.base import is_distributed
 
@@ -78,6 +79,7 @@ class _Options(TypedDict, total=False):
     eval_params: Callable[[Any, Any], Any] | None
     seed: int
     non_finite: NonFinite
+    tokens: Callable[[Any], Any] | None
 
 
 class Trainer:
@@ -129,6 +131,8 @@ class Trainer:
             gradients (`jdist.sync`), tests numbers itself (`optax.apply_if_finite`, `optax.zero_nans`), or evaluates the loss
             (`optax.lbfgs`); with `step`, only the loss decides. An update that is not finite for another reason, such as an
             overflow of float16, is found at the next loss.
+        tokens: A function from an element of the data to an array `[batch, ...]` whose non-zero numbers are its tokens, such as
+            `lambda batch: batch["mask"]`. The history then contains the tokens per second, without those of padded examples.
 
     Raises:
         TypeError: The model, the optimizer, the loss or a metric is of an unknown type, or two arguments exclude each other.
@@ -196,6 +200,7 @@ class Trainer:
         eval_params: Callable[[Any, Any], Any] | None = None,
         seed: int = 0,
         non_finite: NonFinite = "stop",
+        tokens: Callable[[Any], Any] | None = None,
     ):
         if not isinstance(strategy, Strategy | None):
             raise TypeError(
@@ -218,6 +223,7 @@ class Trainer:
             step,
             remat=remat,
             non_finite=non_finite,
+            tokens=tokens,
         )
         check_eval_params(eval_params)
         self._eval_params = eval_params
@@ -285,6 +291,8 @@ class Trainer:
         steps_per_call: int = 1,
         micro_batches: int = 1,
         cache: Cache | None = None,
+        norms: bool = False,
+        peak_flops: float | None = None,
         progress: ProgressKind = "auto",
         resume: "Checkpointer | str | os.PathLike[str] | None" = None,
     ) -> Fit:
@@ -315,6 +323,12 @@ class Trainer:
             micro_batches: The number of parts that the batch of each replica is split into, to reduce the memory of
                 activations, for any number of examples and replicas. The results are the same.
             cache: `"device"` stores the arrays of `data` on every device; see `distribute_dataset`.
+            norms: Whether to record the L2 norms of gradient, update and new parameters as `gradient_norm`, `update_norm` and
+                `parameter_norm`, computed in the step in float32. The gradient is the one that the optimizer receives, before
+                clipping. If the optimizer reduces gradients itself (`jdist.sync`), they are means over the norms of the
+                replicas, and the gradient is that of a replica.
+            peak_flops: The peak floating point operations per second of one device, for the model flops utilization `mfu`; by
+                default the published number of the accelerator in bfloat16, if it is known.
             progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
             resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
                 one, bitwise equal to training without the interruption.
@@ -339,10 +353,15 @@ class Trainer:
             steps_per_call=steps_per_call,
             micro_batches=micro_batches,
             cache=cache,
+            norms=norms,
             resume=resume,
         )
         check_is_state(state)
-        self._functions.check_fit(state)
+        functions = dataclasses.replace(
+            self._functions, micro_batches=as_int("`micro_batches`", micro_batches, 1), norms=norms
+        )
+        functions.check_fit(state)
+        total_peak_flops = peak_flops_of(self.strategy, peak_flops)
         steps = None if steps is None else as_int("`steps`", steps, 0)
         dataset = distribute_epochs(
             self.strategy,
@@ -365,7 +384,9 @@ class Trainer:
             for prefix, one in validation_sets(self.strategy, data, validation_data, batch_size, passes).items()
         }
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
-        step = self._step_function(steps_per_call, micro_batches)
+        steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
+        single = self._train_program(functions, 1)
+        several = self._train_program(functions, steps_per_call) if steps_per_call > 1 else None
         # Closed here: a notebook stores the traceback of an error, whose frames would keep the prefetch thread alive.
         with contextlib.ExitStack() as displays, contextlib.closing(iter(dataset)) as iterator:
             for display in ordered_callbacks:
@@ -376,19 +397,20 @@ class Trainer:
             start, batches = self._start(iterator, dataset.has_weights, state, resume)
             validate_every = check_validate_every(validate_every, bool(validation))
             names = list(self._functions.metrics)
-            metric_names = ["loss", *names, *validation_metric_names(validation, names)]
+            training_names = ["loss", *names, *(name for name in functions.outcome_names if name != "tokens")]
+            metric_names = [*training_names, *validation_metric_names(validation, names)]
             for name, evaluated in validation.items():
                 self._check_evaluation(name, start.state, evaluated)
             loop = Loop(
                 strategy=self.strategy,
-                functions=self._functions,
-                call_step=step,
+                functions=functions,
+                call_step=StepCalls(single, several),
+                peak_flops=total_peak_flops,
                 validate=validate_all(validation, lambda state, dataset: self._evaluate(state, dataset)[0]),
                 validate_every=validate_every,
                 callbacks=ordered_callbacks,
                 metric_names=metric_names,
                 resume=resume,
-                read_proof=lambda: self._proof(micro_batches, steps_per_call),
                 total_steps=total_steps(dataset, start, steps),
                 requested_steps=steps,
                 start=start,
@@ -557,31 +579,11 @@ class Trainer:
             )
             raise
 
-    def _step_function(
-        self, steps_per_call: int, micro_batches: int
-    ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]:
-        """Returns a function that runs a group of batches: by one program for a complete group, by another for one batch."""
-        steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
-        micro_batches = as_int("`micro_batches`", micro_batches, 1)
-        functions = dataclasses.replace(self._functions, micro_batches=micro_batches)
-        make = functools.partial(self.strategy.step, functions.step)
-        single = self._cached(("train", micro_batches, 1), make)
-        if steps_per_call == 1:
-            return lambda carry, batches: single(carry, *batches[0].inputs)
-        several = self._cached(("train", micro_batches, steps_per_call), lambda: make(steps_per_call=steps_per_call))
-
-        def take(carry: TrainCarry, batches: Sequence[DrawnBatch]) -> tuple[TrainCarry, jax.Array]:
-            if len(batches) == 1:
-                return single(carry, *batches[0].inputs)
-            return several(carry, *map(list, zip(*(batch.inputs for batch in batches), strict=True)))
-
-        return take
-
-    def _proof(self, micro_batches: int, steps_per_call: int) -> Proof:
-        try:
-            return self._cache["train", micro_batches, steps_per_call].proof
-        except RuntimeError:  # not called, because there were fewer steps than steps per call
-            return self._cache["train", micro_batches, 1].proof
+    def _train_program(self, functions: StepFunctions, steps_per_call: int) -> CountedProgram:
+        """Returns the program of one step, or of several steps per call, which is compiled once for all calls of `fit`."""
+        key = "train", functions.micro_batches, functions.norms, steps_per_call
+        options: dict[str, Any] = {} if steps_per_call == 1 else {"steps_per_call": steps_per_call}
+        return self._cached(key, lambda: CountedProgram(self.strategy.step(functions.step, **options)))
 
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._cache:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jdist._src.core.html_page import COLORS
 from jdist._src.core.optional_import import optional_import
+from jdist._src.core.rendering import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,27 +27,15 @@ FACTS = (
     "step",
     "seconds",
     "examples_per_second",
+    "tokens_per_second",
+    "mfu",
     "stalled_fraction",
     "skipped_steps",
     "dropped_examples",
     "learning_rate",
 )
+NORMS = ("gradient_norm", "update_norm", "parameter_norm")  # columns of `fit(norms=True)`
 VALIDATION_PREFIX = "val_"
-# On light and on dark paper. All light colors differ, because `figure_as_svg` replaces each by a CSS variable. The hues are
-# distinguishable with color blindness.
-COLORS = {
-    "paper": ("#fefefe", "#16191d"),
-    "ink": ("#3c434b", "#c6ccd3"),
-    "muted": ("#6a727b", "#949da7"),
-    "grid": ("#e6e8eb", "#2a3036"),
-    "bad": ("#c8102e", "#ff6b7d"),
-    "loss": ("#2364aa", "#6fb1f5"),
-    "metric-0": ("#0f8265", "#45c4a0"),
-    "metric-1": ("#b8551a", "#f0935a"),
-    "metric-2": ("#8a4a9e", "#cb93de"),
-    "metric-3": ("#8f6f00", "#d9b63c"),
-    "metric-4": ("#a33a5e", "#ef88aa"),
-}
 _INK = {name: light for name, (light, _) in COLORS.items()}
 _METRICS_PER_PANEL = 5  # the number of metric colors
 _MAX_POINTS = 200  # of the loss of the steps; a longer run is drawn as a range
@@ -114,7 +104,7 @@ class Panel:
 
 
 def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -> list[Panel]:
-    """Returns the panels of a history: loss, metrics, learning rate, throughput and input stall, if they were recorded.
+    """Returns the panels of a history: loss, metrics, norms, learning rate, throughput and input stall, if they were recorded.
 
     Metrics between 0 and 1 share panels; every other metric has a separate panel with its scale.
 
@@ -126,6 +116,7 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
     x_label, columns = _columns(rows)
     metrics = metric_columns(columns)
     curves = _curves({"loss": metrics.pop("loss", {})}, columns, ["loss"])
+    norms = {name: metrics.pop(name) for name in NORMS if name in metrics}
     trace, bad_steps = _loss_of_steps(losses)
     panels = [_panel("Loss", x_label if curves else "step", [*trace, *curves], bad_steps)]
     shared, separate = [], []
@@ -139,9 +130,13 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
         colors = [f"metric-{i}" for i in range(len(names))]
         curves = _curves({name: metrics[name] for name in names}, columns, colors)
         panels.append(_panel("Metrics" if len(names) > 1 else first, x_label, curves))
+    colors = [f"metric-{i}" for i in range(len(norms))]
+    panels.append(_panel("Norms", x_label, _curves(norms, columns, colors)))
     for title, column, zero in (
         ("Learning rate", "learning_rate", False),
         ("Examples per second", "examples_per_second", True),
+        ("Tokens per second", "tokens_per_second", True),
+        ("Model flops utilization", "mfu", True),
         ("Steps that waited for input", "stalled_fraction", True),
     ):
         if column in columns:
@@ -172,17 +167,6 @@ def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
                 name, data = metric, name.removesuffix(f"_{metric}")
         found.setdefault(name, {})[column] = data
     return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
-
-
-def printable(text: str, max_length: int = 60) -> str:
-    r"""Returns `text` on one line, with unprintable characters escaped, shortened to `max_length`.
-
-    Example:
-        >>> printable("top\n5"), printable("a_very_long_name", max_length=8)
-        ('top\\n5', 'a_very_…')
-    """
-    escaped = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-    return escaped if len(escaped) <= max_length else escaped[: max_length - 1] + "…"
 
 
 def is_drawable(values: np.ndarray) -> np.ndarray:
@@ -285,7 +269,7 @@ def _curves(metrics: Mapping[str, Mapping[str, str]], columns: Mapping[str, Any]
 
 def _panel(title: str, x_label: str, curves: Sequence[Curve], bad_steps: Any = (), zero: bool = False) -> Panel:
     bad = [curve.x[~is_drawable(curve.y)] for curve in curves if curve.low is None]
-    return Panel(title, x_label, curves, np.unique(np.concatenate([*bad, bad_steps])), zero)
+    return Panel(title, x_label, curves, np.unique(np.concatenate([np.array([]), *bad, bad_steps])), zero)
 
 
 def _loss_of_steps(losses: Mapping[int, Any]) -> tuple[list[Curve], np.ndarray]:

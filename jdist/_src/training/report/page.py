@@ -1,7 +1,6 @@
 """The report of a training run: one self-contained HTML file."""
 
 import contextlib
-import datetime
 import html
 import importlib.metadata
 import importlib.resources
@@ -16,25 +15,20 @@ from typing import Any
 import jax
 
 from jdist._src.core.atomic_files import replace_atomically
+from jdist._src.core.html_page import escaped, html_page
 from jdist._src.core.paths import as_path
-from jdist._src.core.rendering import facts_table, html_of
+from jdist._src.core.rendering import facts_table, html_of, printable
 from jdist._src.execution.traced import Proof
 from jdist._src.training.history import format_value, row_name
 from jdist._src.training.report.charts import (
-    COLORS,
     FACTS,
     chart_panels,
     figure_as_svg,
-    printable,
     to_float,
 )
 
 _MAX_NAMES = 2_000  # in a list of results
 _MAX_PROOF_LENGTH = 400
-# The page loads nothing and runs no script, even if a metric name contains markup.
-_CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# The background, the text and the borders on light and dark; the other colors come from the charts.
-_PAGE_COLORS = {"ground": ("#f5f6f7", "#0e1013"), "text": ("#1c2126", "#e4e7eb"), "line": ("#e2e5e9", "#272c32")}
 
 
 def write_report(fit: Any, path: str | os.PathLike[str], *, title: str = "Training") -> pathlib.Path:
@@ -76,9 +70,12 @@ def write_report(fit: Any, path: str | os.PathLike[str], *, title: str = "Traini
 
 def _page(fit: Any, title: str) -> str:
     history = fit.history
-    titles = _escaped(", ".join(panel.title for panel in chart_panels(history.rows, history.losses)))
+    titles = escaped(", ".join(panel.title for panel in chart_panels(history.rows, history.losses)))
     charts = f'<figure role="img" aria-label="{titles}">{figure_as_svg(history.plot())}</figure>'
     sections = {"Results": _facts(_results(fit)), "Charts": charts}
+    summary = getattr(fit, "summary", lambda: None)()
+    if summary is not None:
+        sections["Model"] = summary._repr_html_()
     if len(history):
         sections[f"{row_name(history).title()}s"] = history._repr_html_()
     if fit.description is not None:
@@ -89,48 +86,8 @@ def _page(fit: Any, title: str) -> str:
     return html_page(title, [fit.stop_reason], sections)
 
 
-def html_page(title: str, lead: Sequence[str], sections: Mapping[str, str]) -> str:
-    """Returns a self-contained HTML page.
-
-    Args:
-        title: Its heading.
-        lead: Paragraphs below the heading.
-        sections: The HTML of each section by its heading.
-    """
-    content = "\n".join(
-        f'<section><h2>{_escaped(name)}</h2>\n<div tabindex="0">{content}</div></section>'
-        for name, content in sections.items()
-    )
-    written = f"Written {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC by jdist."
-    paragraphs = "".join(f"<p>{_escaped(text)}</p>" for text in (*lead, written))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="color-scheme" content="light dark">\n<title>{_escaped(title)}</title>\n'
-        f"<style>\n{_style()}</style>\n</head>\n<body>\n<main>\n"
-        f"<header><h1>{_escaped(title)}</h1>{paragraphs}</header>\n"
-        f"{content}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _escaped(text: str) -> str:
-    return html.escape(printable(text, 10_000))
-
-
 def _facts(facts: Mapping[str, str]) -> str:
     return html_of(facts_table("", {printable(name): printable(fact, 400) for name, fact in facts.items()}))
-
-
-def _style() -> str:
-    """Returns the style sheet with the color variables for light and dark screens; paper is light."""
-    colors = COLORS | _PAGE_COLORS
-    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in colors.items()) for i in (0, 1))
-    sheet = importlib.resources.files("jdist._src.training.report").joinpath("report.css").read_text(encoding="utf-8")
-    return (
-        f":root {{ color-scheme: light dark; {light} }}\n"
-        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{sheet}"
-    )
 
 
 def _results(fit: Any) -> dict[str, str]:
@@ -145,10 +102,21 @@ def _results(fit: Any) -> dict[str, str]:
         results["examples per second"] = (
             f"{format_value(_median(history['examples_per_second']))}, median of the {row}s"
         )
+    if "tokens_per_second" in history:
+        results["tokens per second"] = f"{format_value(_median(history['tokens_per_second']))}, median of the {row}s"
+    if step_flops := getattr(fit, "step_flops", None):
+        results["model flops"] = f"{_flops_text(step_flops)} per step, of matrix products and convolutions"
+    if "mfu" in history:
+        results["model flops utilization"] = f"{_median(history['mfu']):.1%}, median of the {row}s"
     if "stalled_fraction" in history:
         stalled = _median(history["stalled_fraction"])
         results["waited for input"] = f"{stalled:.1%} of the steps, median of the {row}s"
     return results
+
+
+def _flops_text(number: float) -> str:
+    power = min(max(int(math.log10(number)), 0) // 3, 6)
+    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P', 'E'][power]}FLOP"
 
 
 def _median(values: Sequence[float]) -> float:
@@ -173,7 +141,7 @@ def _proof(proof: Proof) -> str:
 
 
 def _details(title: str, names: Sequence[str]) -> str:
-    items = "".join(f"<li>{_escaped(name)}</li>" for name in names[:_MAX_NAMES])
+    items = "".join(f"<li>{escaped(name)}</li>" for name in names[:_MAX_NAMES])
     more = f"<li>… {len(names) - _MAX_NAMES:,} more</li>" if len(names) > _MAX_NAMES else ""
     return f"<details><summary>{title}</summary><ul>{items}{more}</ul></details>"
 
