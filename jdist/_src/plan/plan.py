@@ -158,8 +158,8 @@ def plan(
         state: A function that creates the state, as for `strategy.init`; or the state or its shapes.
         inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
             `[replica, batch, ...]`, such as `dataset.element_spec`.
-        over: Numbers of devices, or other strategies. For a number, the strategy is built again on this number of devices of the same
-            kind, with the same number of examples per device. By default the devices of `strategy`.
+        over: Numbers of devices, or other strategies. For a number, the strategy is built again on this number of devices of
+            the same kind, with the same number of examples per device. By default the devices of `strategy`.
         device_memory: The bytes that a device has for the step, in place of what the compiler or the device reports.
         calibrate: A strategy on attached devices on which the step is measured, for a minute at most, to correct the model of
             the time. `state` is then a function or arrays.
