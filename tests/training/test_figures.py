@@ -68,6 +68,7 @@ PLACES = {
     "central_2": STRATEGIES["central_2"],
     "virtual": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4),
     "parameter_server": lambda: jdist.ParameterServerStrategy(),
+    "one_worker": lambda: jdist.ParameterServerStrategy(workers=["cpu:0"]),
     "debug": lambda: testing.DebugStrategy(2),
 }
 
@@ -308,7 +309,7 @@ def test_norms_are_those_of_a_loop_on_one_device(strategy, optimizer, options):
         np.testing.assert_allclose(fit.history[name], expected[number].reshape(2, 3).mean(1), rtol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["one_device", "virtual", "debug"])
+@pytest.mark.parametrize("place", ["one_device", "virtual", "debug", "one_worker"])
 def test_norms_of_further_kinds_of_replicas(place):
     np.testing.assert_allclose(
         recorded_norms(train(PLACES[place](), optax.adam(0.1))), expected_norms(optax.adam(0.1)), rtol=1e-4

@@ -26,11 +26,16 @@ class CountedProgram:
 
     Args:
         program: The program.
+
+    Attributes:
+        num_traces: The number of different shapes that it was traced for.
     """
 
     def __init__(self, program: Program):
         self.program = program
+        self.num_traces = 0
         self._counts: dict[Any, float] = {}  # by the shapes of state and inputs
+        self._only_count: float | None = math.nan  # None if the counts differ
         self._traced: float | None = None
         program.on_trace.append(self._count)
 
@@ -38,19 +43,17 @@ class CountedProgram:
         """Calls the program."""
         result = self.program(carry, *inputs)
         if self._traced is not None:
-            self._counts[_shapes((carry, inputs))] = self._traced
-            self._traced = None
+            self._counts[_shapes((carry, inputs))], self._traced = self._traced, None
+            self.num_traces = len(self._counts)
+            counts = set(self._counts.values())
+            self._only_count = counts.pop() if len(counts) == 1 else None
         return result
-
-    @property
-    def num_traces(self) -> int:
-        """The number of different shapes that it was traced for."""
-        return len(self._counts)
 
     def flops(self, carry: TrainCarry, inputs: tuple[Any, ...]) -> float:
         """Returns the operations of a step of all replicas with these arguments, which it was called with; NaN if unknown."""
-        counts = set(self._counts.values())
-        return counts.pop() if len(counts) == 1 else self._counts.get(_shapes((carry, inputs)), math.nan)
+        if self._only_count is not None:
+            return self._only_count
+        return self._counts.get(_shapes((carry, inputs)), math.nan)
 
     def _count(self, traced: Traced) -> None:
         self._traced = matmul_flops(traced.jaxpr) * self.program.backend.replicas.size / traced.num_steps
