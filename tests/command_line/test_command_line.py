@@ -32,6 +32,8 @@ def test_help_shows_each_verb_with_an_example_that_runs(run, tmp_path, monkeypat
     (tmp_path / "train.py").write_text(f'import os\nif "JDIST_REPLAY" in os.environ: {record}')
     log = {"format": 2, "workers": 1, "arguments": ["train.py"], "folder": str(tmp_path)}
     (tmp_path / "run.log").write_text(json.dumps(log) + '\n{"end": 0}\n')
+    plan = "lambda: jdist.plan(jdist.OneDeviceStrategy('cpu:0'), lambda w: (w, None), lambda: 1.0)"
+    (tmp_path / "train_plan.py").write_text(f"import jdist\nplan = {plan}")
     status, output, _ = run("--help")
     assert status == 0
     for name, entry in VERBS.items():
@@ -57,7 +59,7 @@ def test_command_without_verb_or_with_an_unknown_verb_or_argument_has_status_2(r
     assert run("qqq") == (
         2,
         "",
-        "jdist: there is no command 'qqq'. The commands are devices, doctor, env, replay, run.\n",
+        "jdist: there is no command 'qqq'. The commands are devices, doctor, env, plan, replay, run.\n",
     )
     status, _, errors = run("env", "--yaml")
     assert status == 2 and "unrecognized arguments: --yaml" in errors

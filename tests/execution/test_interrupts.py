@@ -323,9 +323,9 @@ def ask(process, line):
     "kind, strategy, rounds",
     [
         *((kind, "mirrored", 8) for kind in ("dict", "nnx")),
-        *(pytest.param(kind, "mirrored", 100, marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, "mirrored", 30, marks=pytest.mark.slow) for kind in KINDS),
         *(
-            pytest.param("optax", strategy, 100, marks=pytest.mark.slow)
+            pytest.param("optax", strategy, 30, marks=pytest.mark.slow)
             for strategy in ("one_device_in_a_scope", "central", "sharded")
         ),
     ],

@@ -1,6 +1,8 @@
 """`jdist.plan`: verdicts, bytes and times of steps for devices that are attached and for TPUs that are not."""
 
+import importlib.util
 import json
+import pathlib
 import re
 
 import jax
@@ -345,3 +347,23 @@ def test_step_that_cannot_be_traced_from_shapes_names_its_line():
         jdist.plan(strategy, step, make_state, batch)
     notes = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert "test_plan.py" in notes
+
+
+needs_plugin = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")),
+    reason="NOT TESTED: plans for GPUs. `pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt` in JAX's version",
+)
+
+
+@needs_plugin
+def test_plan_for_gpus():
+    target = pathlib.Path(__file__).parent.parent / "kit/h100_target_config.txtpb"
+    strategy = jdist.MirroredStrategy(jdist.topology_devices("1x1x8", gpu_target_config=target))
+    step, make_state = make_step(MEAN_SGD)
+    plan = jdist.plan(strategy, step, make_state, batch_of(strategy), over=[8, 4, 32])
+    for size, devices in zip(plan.sizes, [8, 4, 32], strict=True):
+        assert (size.devices, size.fits, size.time.hardware) == (devices, True, "H100")
+        assert 50e9 < size.memory.limit < 70e9  # three quarters of the memory
+        assert size.collective_bytes == pytest.approx(all_reduce_bytes(PARAMETER_BYTES, devices), rel=1e-3)
+    inside, _, across = (size.time.communication for size in plan.sizes)
+    assert across > 5 * inside  # over the network of the hosts

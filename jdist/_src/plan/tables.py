@@ -40,7 +40,7 @@ def overview_tables(plan: Any) -> Any:
     """Returns the tables with one row per number of devices."""
     from rich.console import Group
 
-    return Group(_overview(plan.sizes), _memory(plan.sizes))
+    return Group(_overview(plan.sizes), _memory(plan.sizes), _work(plan.sizes))
 
 
 def size_tables(size: Any) -> Any:
@@ -100,6 +100,18 @@ def _memory(sizes: Sequence[Any]) -> Any:
     names = [name for name in names if any(getattr(size.memory, name) for size in sizes)]
     rows = [[f"{size.devices:,}", *(num_bytes_text(getattr(size.memory, name)) for name in names)] for size in sizes]
     return _table(["bytes per device of", *names], rows)
+
+
+def _work(sizes: Sequence[Any]) -> Any:
+    """Returns the work of one device per step, and its time according to the model."""
+    head = ("per device and step", "flops", "memory traffic", "compute", "memory", "collectives", "exposed")
+    rows = []
+    for size in sizes:
+        traffic = num_bytes_text(size.memory_traffic) if size.memory_traffic else ""
+        time = size.time
+        parts = [time.compute, time.memory, time.communication, time.exposed] if time else []
+        rows.append([f"{size.devices:,}", f"{size.flops:.3g}", traffic, *(map(_seconds, parts) if parts else [""] * 4)])
+    return _table(head, rows)
 
 
 def _buffers(size: Any) -> Any:
