@@ -283,6 +283,7 @@ def _closure(number):
     return lambda x: x + number
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 @pytest.mark.parametrize("method, cache", [("run", "_runs"), ("init", "_inits")])
 def test_deleted_functions_leave_the_cache(method, cache, two):
     closures = [_closure(number) for number in range(30)]
