@@ -461,6 +461,7 @@ TOO_LARGE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::jdist.RetraceWarning")
 @each_row("fn, name", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_host_integer_beyond_32_bits_is_an_error_with_its_path(fn, name, two):
     for call in (lambda: two.run(lambda: fn(np.int64(2**40))), lambda: fn(np.int64(2**40))):

@@ -1,6 +1,5 @@
 """`debug.find_slow_lines`: names the lines of a loop that transfer or compile again and again, and no others."""
 
-import sys
 import threading
 import warnings
 
@@ -229,10 +228,3 @@ def test_ctrl_c_reports(two):
         for loss in Loop(two).losses():
             float(loss)
         raise KeyboardInterrupt
-
-
-def test_assert_no_transfer_reports_reads_that_share_memory():
-    value = jdist.OneDeviceStrategy("cpu:0").put(np.float32(1)) + 1
-    with pytest.raises(AssertionError, match="device-to-host transfer of float32"), jdist.testing.assert_no_transfer():
-        np.asarray(value)
-    assert np.asarray(value) == 2 and "jax" in sys.modules

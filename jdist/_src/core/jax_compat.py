@@ -55,10 +55,15 @@ def on_backend_start(callback: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
+def on_host_read(callback: Callable[[jax.Array], None], includes_shared: bool = False) -> Iterator[None]:
     """Calls `callback(array)` when this thread reads the values of an array on the host, while the block runs.
 
     JAX's transfer guard reports such reads for accelerators only. `jax.device_get` is an explicit transfer, without a callback.
+
+    Args:
+        callback: Called with the array.
+        includes_shared: Whether to call it also where numpy shares the memory of an array on a single CPU device. This is not
+            a transfer, but it waits for the values.
     """
     from jax._src.array import ArrayImpl  # no public hook
 
@@ -81,8 +86,7 @@ def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
 
     with contextlib.ExitStack() as replaced:
         replace(arrays, "_value", property(read))
-        # numpy shares the memory of an array on a single CPU device, and waits for its values.
-        if sys.version_info >= (3, 12):
+        if includes_shared and sys.version_info >= (3, 12):
             share = arrays.__buffer__
 
             def share_noted(array: jax.Array, flags: int) -> memoryview:
@@ -91,7 +95,7 @@ def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
                 return buffer
 
             replace(arrays, "__buffer__", share_noted)
-        else:
+        elif includes_shared:
             for name in ("asarray", "array"):
                 replace(np, name, _with_note(getattr(np, name), ArrayImpl, note))
         yield

@@ -53,7 +53,7 @@ def find_slow_lines() -> Iterator[None]:
     activity.host_value_observers.append(recorder.note_host_values)
     jax.monitoring.register_event_duration_secs_listener(recorder.note_compilation)
     try:
-        with on_host_read(recorder.note_read):
+        with on_host_read(recorder.note_read, includes_shared=True):
             yield
     except KeyboardInterrupt:  # the usual end of a loop in a notebook
         recorder.warn()

@@ -68,7 +68,8 @@ def assert_no_transfer() -> Iterator[None]:
     Implicit transfers are a numpy array or a Python number among the arguments of a program, `float(loss)`, `print(loss)`,
     `np.asarray(x)`, and an array on other devices than the program uses. Explicit ones are allowed: `strategy.put`,
     `jax.device_put`, `jax.device_get`. It is `jax.transfer_guard("disallow")` for this thread, and also reports values that are
-    read from CPU devices, which JAX does not. Run a step once before the block, because tracing transfers constants.
+    read from CPU devices, which JAX does not. (`np.asarray` of an array on a single CPU device shares its memory, and is not
+    reported.) Run a step once before the block, because tracing transfers constants.
 
     Raises:
         AssertionError: There was such a transfer. The message names the array; the traceback shows the line.
