@@ -215,30 +215,30 @@ def test_a_loop_over_any_state_is_traced_once(kind, two):
 
 
 def run_lambdas(two):
-    for i in range(12):
+    for i in range(22):
         two.run(lambda x: x * i, (1.0,))  # noqa: B023
 
 
 def make_steps(two):
-    for _ in range(12):
+    for _ in range(22):
         two.step(lambda w: (w + 1, None))(two.put(0))
 
 
 def make_late_steps(two):
     with two.scope():
-        for _ in range(12):
+        for _ in range(22):
             jdist.step(lambda w: (w + 1, None))(two.put(0))
 
 
 def change_static_arguments(two):
     step = jdist.step(lambda w, rate: (w * rate, None), static_argnames="rate")
     with two.scope():
-        for i in range(12):
+        for i in range(22):
             step(two.put(1.0), rate=i)
 
 
 def make_partials(two):
-    for i in range(12):
+    for i in range(22):
         two.run(partial(lambda i, x: x * i, i), (1.0,))
 
 
@@ -252,17 +252,17 @@ def test_functions_that_are_made_in_a_loop_are_reported_once(loop, two):
     first = loop.__code__.co_firstlineno
     assert first < warning.lineno <= first + 5
     assert "has compiled `" in str(warning.message)
-    assert "` 10 times: once for each function object" in str(warning.message)
+    assert "` 20 times: once for each function object" in str(warning.message)
 
 
 def test_many_functions_and_strategies_of_one_line_are_not_reported(two):
-    functions = [eval(f"lambda x: x + {i}") for i in range(12)]
+    functions = [eval(f"lambda x: x + {i}") for i in range(22)]
     for fn in functions:
         assert retraces(lambda: two.run(fn, (1.0,))) == []  # noqa: B023
-    for _ in range(12):
+    for _ in range(22):
         strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         assert retraces(lambda: strategy.run(lambda x: x, (1.0,))) == []  # noqa: B023
-    for _ in range(12):
+    for _ in range(22):
         assert retraces(lambda: two.run(functions[0], (1.0,))) == []
 
 

@@ -181,7 +181,7 @@ def _warn_of_many_programs(fn: Callable[..., Any], backend: Backend) -> None:
         )
 
 
-_MANY_PROGRAMS = 10
+_MANY_PROGRAMS = 20
 _programs: weakref.WeakKeyDictionary[Backend, collections.Counter[Any]] = weakref.WeakKeyDictionary()
 
 
