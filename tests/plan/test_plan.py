@@ -12,10 +12,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from planned_steps import all_reduce_bytes, batch_of, make_step, mesh_of, shape
 
 import jdist
 from jdist._src.plan.sizes import of_size
+
+from planned_steps import all_reduce_bytes, batch_of, make_step, mesh_of, shape
 
 MEAN_SGD = optax.chain(jdist.sync.mean(), optax.sgd(0.1))
 LAYERS, WIDTH = 3, 256

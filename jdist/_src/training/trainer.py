@@ -589,8 +589,9 @@ class Trainer:
         if key not in self._cache:
             self._cache[key] = make()
         value = self._cache[key]
-        if isinstance(value, Program):  # for another data set
-            value._forget_arguments()
+        program = value.program if isinstance(value, CountedProgram) else value
+        if isinstance(program, Program):  # for another data set
+            program._forget_arguments()
         return value
 
 
