@@ -103,6 +103,39 @@ def test_hierarchical_policy_sends_a_part_over_the_outer_axis():
     }
 
 
+def zero_plan(shard, devices, over, width=1024):
+    strategy = jdist.ShardedStrategy(shard, mesh=mesh_of(devices))
+    step, make_state = make_step(optax.adam(1e-3), width=width, layers=2, reduce=True)
+    return jdist.plan(strategy, step, make_state, batch_of(strategy, rows=1024, width=width), over=over)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "all"])
+def test_zero_on_cpu_reduces_the_gradients_and_gathers_the_parameters(shard):
+    num_bytes = 2 * 1024 * 1024 * 4
+    for size in zero_plan(shard, jax.devices(), [2, 4, 8]).sizes:
+        # XLA has no reduce-scatter here: it reduces, and each device uses its part.
+        share = (size.devices - 1) / size.devices
+        assert size.collective_bytes == pytest.approx(3 * share * num_bytes, rel=1e-3)
+        split = size.memory.parameters if shard == "all" else size.memory.optimizer / 2
+        assert split == pytest.approx(num_bytes / size.devices, rel=1e-3)
+
+
+@pytest.mark.parametrize("shard, gathered", [("optimizer", 1), ("gradients", 1), ("all", 0.5)])
+def test_zero_on_tpu_scatters_the_gradients_and_gathers_the_parameters(shard, gathered):
+    """Products are computed in bfloat16, so with sharded parameters half of their bytes are gathered."""
+    (size,) = zero_plan(shard, jdist.topology_devices("tpu7x:2x2x1"), [8]).sizes
+    assert size.collective_bytes == pytest.approx(7 / 8 * (1 + gathered) * 2 * 1024 * 1024 * 4, rel=1e-3)
+    sent = sent_by_kind_and_axes(size)
+    assert sent["reduce-scatter", ("data",)] == pytest.approx(7 / 8 * 2 * 1024 * 1024 * 4)
+
+
+def test_zero_on_thousands_of_devices_is_an_all_reduce_in_place_of_each():
+    """The TPU compiler replaces both collectives where the parts are small."""
+    (size,) = zero_plan("gradients", jdist.topology_devices("v4:2x2x1"), [8192], width=8192).sizes
+    assert size.memory.optimizer == pytest.approx(2 * 2 * 8192 * 8192 * 4 / 8192, rel=1e-3)
+    assert size.collective_bytes == pytest.approx(2 * all_reduce_bytes(2 * 8192 * 8192 * 4, 8192), rel=1e-3)
+
+
 def test_outer_step_of_diloco_is_conditional():
     strategy = jdist.MirroredStrategy(jax.devices()[:4])
     optimizer = jdist.sync.diloco(optax.sgd(0.1), every=10)
