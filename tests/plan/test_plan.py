@@ -146,16 +146,24 @@ def test_outer_step_of_diloco_is_conditional():
     assert sum(each.bytes_sent for each in size.collectives if not each.conditional) < 100
 
 
-def test_model_axis_is_named():
-    mesh = mesh_of(jax.devices()[:8], 2, 4, names=("data", "model"))
-    layout = {"params": PartitionSpec(None, "model")}
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_tensor_parallel_layers_reduce_activations_over_the_model_axis_and_gradients_over_the_other(platform):
+    devices = jax.devices()[:8] if platform == "cpu" else jdist.topology_devices("v5e:2x4")
+    mesh = mesh_of(devices, 2, 4, names=("data", "model"))
+    layout = {"params/0": PartitionSpec(None, "model"), "params/1": PartitionSpec("model", None)}
     strategy = jdist.ShardedStrategy("optimizer", mesh=mesh, model_axis="model", layout=layout)
-    step, make_state = make_step(optax.sgd(0.1), reduce=True)
-    plan = jdist.plan(strategy, step, make_state, batch_of(strategy, rows=64), over=[8, 4])
-    for size, devices in zip(plan.sizes, [8, 4], strict=True):
-        assert size.memory.parameters == PARAMETER_BYTES / 4
-        assert {"model"} <= {axis for each in size.collectives for axis in each.axes}
-        assert size.devices == devices
+    step, make_state = make_step(optax.sgd(0.1), layers=2, reduce=True)
+    batch = batch_of(strategy, rows=64)
+    for size in jdist.plan(strategy, step, make_state, batch, over=[8, 4] if platform == "cpu" else [8, 64]).sizes:
+        rows, parameters = 4 * 64, 2 * WIDTH * WIDTH * 4 / 4  # of one device
+        assert size.memory.parameters == parameters
+        expected = {
+            ("all-reduce", ("model",)): all_reduce_bytes(rows * WIDTH * 4, 4),
+            ("all-reduce", ("data",)): all_reduce_bytes(parameters, size.devices // 4),
+        }
+        assert sent_by_kind_and_axes(size) == {
+            key: pytest.approx(num_bytes, rel=1e-3) for key, num_bytes in expected.items() if num_bytes
+        }
 
 
 # A step whose memory is known: a state of `rows` x 4096 numbers with Adam, and no large temporaries but the gradient.
