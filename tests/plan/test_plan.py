@@ -1,5 +1,6 @@
 """`jdist.plan`: verdicts, bytes and times of steps for devices that are attached and for TPUs that are not."""
 
+import functools
 import importlib.util
 import json
 import pathlib
@@ -409,3 +410,32 @@ def test_plan_for_gpus():
         assert size.collective_bytes == pytest.approx(all_reduce_bytes(PARAMETER_BYTES, devices), rel=1e-3)
     inside, _, across = (size.time.communication for size in plan.sizes)
     assert across > 5 * inside  # over the network of the hosts
+
+
+def a_trainer(strategy):
+    init = lambda key, x: [jnp.zeros((WIDTH, WIDTH))] * LAYERS
+    apply = lambda params, x: functools.reduce(lambda h, w: jnp.tanh(h @ w), params, x)
+    return jdist.Trainer((init, apply), optax.adam(1e-3), optax.squared_error, strategy=strategy)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_step_of_a_trainer(platform):
+    cpus = lambda: jdist.MirroredStrategy(jax.devices()[:4])
+    strategy = cpus() if platform == "cpu" else jdist.TPUStrategy(topology="v5e:2x2")
+    rows = jdist.PerReplica(shape(4, 512, WIDTH))
+    plan = jdist.plan(strategy, a_trainer(strategy), None, (rows, rows), over=[4, 8])
+    for size in plan.sizes:
+        assert size.memory.optimizer == pytest.approx(2 * PARAMETER_BYTES, rel=1e-3)
+        assert size.memory.parameters == pytest.approx(PARAMETER_BYTES, rel=1e-3)
+        assert size.collective_bytes == pytest.approx(all_reduce_bytes(PARAMETER_BYTES, size.devices), rel=1e-2)
+        assert size.flops == 2 * 512 * WIDTH * WIDTH * (3 * LAYERS - 1)
+    (small,) = jdist.plan(strategy, a_trainer(strategy), None, (rows, rows), device_memory=1).sizes
+    assert {"micro_batches=2", "micro_batches=4"} <= {remedy.name for remedy in small.remedies}
+    assert all(remedy.total > 0 for remedy in small.remedies)
+
+
+def test_trainer_with_a_state_or_without_a_batch_is_an_error():
+    strategy = jdist.MirroredStrategy(jax.devices()[:2])
+    for arguments in [(None,), (lambda: 0, jdist.PerReplica(shape(2, 4, WIDTH)))]:
+        with pytest.raises(TypeError, match=r"write `jdist.plan\(strategy, trainer, None, batch\)`"):
+            jdist.plan(strategy, a_trainer(strategy), *arguments)

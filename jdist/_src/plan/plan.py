@@ -28,6 +28,7 @@ from jdist._src.plan.sizes import of_size, on_topology, scaled_inputs, scaled_st
 from jdist._src.plan.traffic import memory_traffic
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.late_bound_step import Step
+from jdist._src.values.base import is_distributed
 
 _NUM_BUFFERS = 3
 
@@ -154,8 +155,10 @@ def plan(
 
     Args:
         strategy: Such as `jdist.TPUStrategy(topology="v5e:4x4")`, or any strategy on topology devices or attached devices.
-        step: A function of one replica, as for `strategy.step`, a result of `strategy.step`, or of `jdist.step`.
-        state: A function that creates the state, as for `strategy.init`; or the state or its shapes.
+        step: A function of one replica, as for `strategy.step`; a result of `strategy.step`, `jdist.step` or
+            `jdist.train_step`; or a `Trainer`, for the step of its `fit`.
+        state: A function that creates the state, as for `strategy.init`; or the state or its shapes. None for a `Trainer`,
+            whose model and optimizer create it.
         inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
             `[replica, batch, ...]`, such as `dataset.element_spec`.
         over: Numbers of devices, or other strategies. For a number, the strategy is built again on this number of devices of
@@ -188,6 +191,9 @@ def plan(
     """
     if not isinstance(strategy, Strategy):
         raise TypeError(f"`strategy` must be a strategy, got {describe_type(strategy)}.")
+    if hasattr(step, "_planned_step"):
+        step, state = _step_and_state(step, state, inputs)
+    name = _name_of(step)
     limit = None if device_memory is None else as_int("`device_memory`", device_memory, 1)
     sizes = [_strategy_of(strategy, item) for item in _as_list(over, strategy)]
     calibration = None
@@ -200,7 +206,7 @@ def plan(
     for other in sizes:
         case = _Case(other, step, _state_for(state, strategy, other), scaled_inputs(inputs, strategy, other))
         planned.append(_planned(case, state, limit, calibration, remedies, compiler_options))
-    return Plan(_name_of(step), tuple(planned), calibration)
+    return Plan(name, tuple(planned), calibration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,6 +361,21 @@ def _measurable(case: _Case, options: Any) -> Callable[[Hardware], StepTime]:
     return lambda hardware: step_time(
         compiled.flops, compiled.traffic, compiled.collectives, case.strategy.mesh, hardware
     )
+
+
+def _step_and_state(trainer: Any, state: Any, inputs: Sequence[PyTree]) -> tuple[Any, Any]:
+    """Returns the step of the `fit` of a `Trainer`, and the function that creates its state.
+
+    Raises:
+        TypeError: A state is given, or there is no batch.
+    """
+    if state is not None or not inputs:
+        raise TypeError(
+            "A `Trainer` creates its state from a batch: write `jdist.plan(strategy, trainer, None, batch)`, with a batch as "
+            "`fit` receives it, such as `dataset.element_spec`."
+        )
+    without_replicas = lambda item: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), item.tree)
+    return trainer._planned_step(jax.tree.map(without_replicas, inputs[0], is_leaf=is_distributed))
 
 
 def _as_list(over: Any, strategy: Strategy) -> list[Any]:

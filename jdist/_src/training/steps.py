@@ -191,6 +191,10 @@ class StepFunctions:
         params = self.objective.precision.cast_params(params) if self.objective.precision else params
         return TrainState.create(params, self.optimizer, model_state=model_state, rng=rng)
 
+    def first_carry(self, element: PyTree, key: jax.Array) -> TrainCarry:
+        """Returns the carry before the first step, for elements of the data with these shapes, in a replica context."""
+        return TrainCarry(self.init(element, key), self.empty_metrics(), jnp.bool_(False))
+
     def empty_metrics(self) -> SyncOnRead:
         """Returns the loss and the metrics of no examples, packed."""
         return SyncOnRead(pack_metrics(empty_metrics(self.metrics)), VariableAggregation.SUM)

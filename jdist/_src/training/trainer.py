@@ -514,6 +514,12 @@ class Trainer:
         model = self._functions.objective.model.rebuild(*variables)
         return model if callable(model) else TrainedModel(model, functools.partial(self._functions.outputs, variables))
 
+    def _planned_step(self, element: PyTree) -> tuple[Callable[..., Any], Callable[[], Any]]:
+        """Returns the step of `fit`, and a function that creates its state, for elements `[batch, ...]`: for `jdist.plan`."""
+        self._functions.check_fit(None)
+        example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), element)
+        return self._functions.step, lambda: self._functions.first_carry(example, jax.random.key(self._seed))
+
     def _check_same_arguments(self, call: str, **arguments: Any) -> None:
         functions = self._functions
         facts = {"metrics": list(functions.metrics), "non_finite": functions.non_finite, "seed": self._seed}
