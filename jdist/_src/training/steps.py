@@ -193,7 +193,8 @@ class StepFunctions:
 
     def first_carry(self, element: PyTree, key: jax.Array) -> TrainCarry:
         """Returns the carry before the first step, for elements of the data with these shapes, in a replica context."""
-        return TrainCarry(self.init(element, key), self.empty_metrics(), jnp.bool_(False))
+        metrics: Any = self.empty_metrics()
+        return TrainCarry(self.init(element, key), metrics, jnp.bool_(False))
 
     def empty_metrics(self) -> SyncOnRead:
         """Returns the loss and the metrics of no examples, packed."""
