@@ -122,6 +122,26 @@ def test_callbacks_transfer_nothing_implicitly(strategy, tmp_path):
             trained.fit(SMALL, batch_size=60, epochs=2, progress="off", callbacks=[*guard, *own])
 
 
+@pytest.mark.parametrize("options", [{}, {"norms": True}, {"steps_per_call": 2}, {"micro_batches": 2}], ids=str)
+def test_later_calls_compile_nothing(options, two):
+    digits_trainer, names = trainer(two), []
+    arguments = {"batch_size": 240, "epochs": 1, "progress": "off", "validation_data": digits(), **options}
+    state = digits_trainer.fit(digits(), **arguments).state
+    digits_trainer.evaluate(state, digits(), batch_size=240), digits_trainer.predict(state, digits(), batch_size=240)
+    listen = lambda event, duration, **_: names.append(event)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        digits_trainer.fit(digits(), **arguments)
+        state = digits_trainer.fit(digits(), state=state, **arguments).state
+        (
+            digits_trainer.evaluate(state, digits(), batch_size=240),
+            digits_trainer.predict(state, digits(), batch_size=240),
+        )
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert "/jax/core/compile/backend_compile_duration" not in names
+
+
 def test_functions_are_traced_and_callbacks_called_under_the_transfer_guard_of_the_application(two):
     # A GPU copies an array that a loss closes over to the host when it compiles; a guard of `fit` would forbid that.
     scale, seen = jnp.float32(2), []

@@ -357,10 +357,11 @@ class Trainer:
             resume=resume,
         )
         check_is_state(state)
-        functions = dataclasses.replace(
-            self._functions, micro_batches=as_int("`micro_batches`", micro_batches, 1), norms=norms
-        )
-        functions.check_fit(state)
+        options: dict[str, Any] = {"micro_batches": as_int("`micro_batches`", micro_batches, 1), "norms": norms}
+        new_functions = dataclasses.replace(self._functions, **options)
+        new_functions.check_fit(state)
+        # One object for all calls with these options: its functions are compiled once.
+        functions = self._cached(("functions", *options.values()), lambda: new_functions)
         total_peak_flops = peak_flops_of(self.strategy, peak_flops)
         steps = None if steps is None else as_int("`steps`", steps, 0)
         dataset = distribute_epochs(
