@@ -439,3 +439,13 @@ def test_trainer_with_a_state_or_without_a_batch_is_an_error():
     for arguments in [(None,), (lambda: 0, jdist.PerReplica(shape(2, 4, WIDTH)))]:
         with pytest.raises(TypeError, match=r"write `jdist.plan\(strategy, trainer, None, batch\)`"):
             jdist.plan(strategy, a_trainer(strategy), *arguments)
+
+
+def test_lines_are_those_of_this_source_if_another_one_has_compiled_the_same_program():
+    source = "import jdist\ndef step(w, x):\n    return w - jdist.all_reduce('mean', x.sum()), None"
+    strategy = jdist.MirroredStrategy(jax.devices()[:2])
+    for file in ("first.py", "second.py"):
+        names = {}
+        exec(compile(source, file, "exec"), names)
+        plan = jdist.plan(strategy, names["step"], lambda: jnp.float32(0), jdist.PerReplica(shape(2, 4)))
+        assert [each.line for each in plan.sizes[0].collectives] == [f"{file}:3"]

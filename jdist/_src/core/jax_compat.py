@@ -290,6 +290,17 @@ def write_compilation_cache(folder: str) -> None:
     compiler._cache_write = write
 
 
+@contextlib.contextmanager
+def lines_in_cache_key() -> Iterator[None]:
+    """Lets the compilation cache return programs of the same source lines only; others have the lines of an older source."""
+    before = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
 def flags_are_read(variable: str) -> bool:
     """Whether the flags in an environment variable have been read, so that setting it has no effect any more."""
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jdist._src.core import jax_compat
 from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import is_nnx_module
 from jdist._src.core.tree import PyTree, describe_type, one_line, short_line
@@ -311,7 +312,8 @@ def _compile(case: _Case, limit: int | None, options: Any, variant: Variant | No
         lowered = program.lower(case.state, *case.inputs)
     flops = matmul_flops(traces[-1].jaxpr) * strategy.num_replicas_in_sync / strategy.mesh.size
     try:
-        compiled = lowered.compile(program.compiler_options(options))
+        with jax_compat.lines_in_cache_key():
+            compiled = lowered.compile(program.compiler_options(options))
     except jax.errors.JaxRuntimeError as error:
         memory = refused_memory(error, sizes)
         if memory is None:
