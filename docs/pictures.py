@@ -5,8 +5,11 @@ python docs/pictures.py
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import jdist
 from jdist._src.data.batches import Position, read_batches
 from jdist._src.data.config import InputConfig
 from jdist._src.data.files import Files
@@ -74,9 +77,23 @@ def _rows(process: int, shards: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(batch.rows, batch.weights) for batch in local_batches if batch.weights is not None]
 
 
+def explanation() -> str:
+    """Returns the picture of the proof of a step that does not reduce its gradient, for docs/debugging.md."""
+
+    def forgets_to_reduce(w: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(w)
+        return w - 0.1 * grad, jdist.all_reduce("mean", loss)
+
+    strategy = jdist.testing.DebugStrategy(replicas=8)  # on one device
+    batch = [jdist.PerReplica(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in ((8, 64, 4), (8, 64))]
+    step = strategy.step(forgets_to_reduce)
+    return jdist.debug.explain(step, jax.ShapeDtypeStruct((4,), jnp.float32), *batch).svg
+
+
 def _panel_height() -> int:
     return TOP + 2 * (HEIGHT + 6) + 24
 
 
 if __name__ == "__main__":
     (HERE / "who_reads.svg").write_text(who_reads())
+    (HERE / "explanation.svg").write_text(explanation())
