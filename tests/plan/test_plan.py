@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -449,3 +450,16 @@ def test_lines_are_those_of_this_source_if_another_one_has_compiled_the_same_pro
         exec(compile(source, file, "exec"), names)
         plan = jdist.plan(strategy, names["step"], lambda: jnp.float32(0), jdist.PerReplica(shape(2, 4)))
         assert [each.line for each in plan.sizes[0].collectives] == [f"{file}:3"]
+
+
+def test_state_of_an_equinox_module_which_is_callable():
+    strategy = jdist.MirroredStrategy(jax.devices()[:2])
+
+    def step(model, x):
+        loss, grads = eqx.filter_value_and_grad(lambda model: (jax.vmap(model)(x) ** 2).mean())(model)
+        grads = jdist.all_reduce("mean", grads)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), jdist.all_reduce("mean", loss)
+
+    model = eqx.nn.Linear(16, 8, key=jax.random.key(0))
+    (size,) = jdist.plan(strategy, step, model, jdist.PerReplica(shape(2, 4, 16))).sizes
+    assert size.memory.parameters == (16 * 8 + 8) * 4

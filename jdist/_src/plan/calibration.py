@@ -72,7 +72,7 @@ def calibrated(
     """
     device = strategy.devices[0]
     hardware = hardware_of(device) or measured_hardware(strategy)
-    value = strategy.init(state) if callable(state) and not is_nnx_module(state) else strategy.put(state)
+    value = strategy.init(state) if creates_state(state) else strategy.put(state)
     arguments = [_zeros(strategy, tree) for tree in inputs]
     value, _ = jax.block_until_ready(program(value, *arguments))
     seconds: list[float] = []
@@ -87,6 +87,11 @@ def calibrated(
     return Calibration(
         device.device_kind, strategy.mesh.size, hardware, predicted, statistics.median(seconds), len(seconds)
     )
+
+
+def creates_state(state: Any) -> bool:
+    """Whether `state` is a function that creates the state. A module is callable too, and is a state."""
+    return callable(state) and not is_nnx_module(state) and jax.tree_util.all_leaves([state])
 
 
 def measured_hardware(strategy: Strategy) -> Hardware:

@@ -11,7 +11,6 @@ import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.arguments import as_int
-from jdist._src.core.nn_modules import is_nnx_module
 from jdist._src.core.tree import PyTree, describe_type, one_line, short_line
 from jdist._src.devices.hardware import Hardware, hardware_of
 from jdist._src.devices.hlo import Collective, module_collectives
@@ -21,7 +20,7 @@ from jdist._src.execution.program import Program
 from jdist._src.execution.traced import Traced
 from jdist._src.jaxpr.flops import matmul_flops
 from jdist._src.plan.buffers import Buffer, peak_buffers
-from jdist._src.plan.calibration import Calibration, calibrated
+from jdist._src.plan.calibration import Calibration, calibrated, creates_state
 from jdist._src.plan.cost_model import StepTime, step_time
 from jdist._src.plan.memory import MemoryPlan, argument_sizes, compiled_memory, memory_limit, refused_memory
 from jdist._src.plan.remedies import Remedy, Variant, options_of, variants
@@ -394,7 +393,7 @@ def _strategy_of(strategy: Strategy, item: Any) -> Strategy:
 
 def _state_for(state: Any, old: Strategy, new: Strategy) -> PyTree:
     """Returns the shapes of the state under a strategy."""
-    if callable(state) and not is_nnx_module(state):
+    if creates_state(state):
         return jax.eval_shape(lambda: new.init(state))
     return scaled_state(state, old, new)
 
