@@ -320,7 +320,7 @@ def _compile(case: _Case, limit: int | None, options: Any, variant: Variant | No
         memory = dataclasses.replace(memory, limit=min(memory.limit or 0, limit) if limit else memory.limit)
         largest = tuple(sorted(arguments, key=lambda buffer: -buffer.bytes))
         return _Compiled(memory, False, flops, 0.0, (), largest, is_used(), is_refused=True)
-    module = HloModule(compiled.as_text() or "")
+    module = HloModule(_text_of(compiled))
     peak = peak_buffers(module)
     memory = compiled_memory(compiled, sizes, peak, device_limit)
     fits = None if device_limit is None else memory.total <= device_limit
@@ -329,6 +329,22 @@ def _compile(case: _Case, limit: int | None, options: Any, variant: Variant | No
     largest = tuple(sorted([*arguments, *peak], key=lambda buffer: -buffer.bytes))
     collectives = tuple(each for each in module_collectives(module, strategy.mesh) if each.group_size > 1)
     return _Compiled(memory, fits, flops, memory_traffic(module), collectives, largest, is_used())
+
+
+def _text_of(compiled: jax.stages.Compiled) -> str:
+    """Returns the HLO text of a compiled program.
+
+    Raises:
+        RuntimeError: jaxlib cannot read the program of this compiler.
+    """
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(
+            f"JAX {jax.__version__} cannot read the compiled program ({short_line(error, 120)}). The compiler may be newer than "
+            "JAX: install the libtpu, or the CUDA plugin, of this version of JAX, such as by "
+            f'`pip install "jax[tpu]=={jax.__version__}"`.'
+        ) from error
 
 
 def _try(
