@@ -341,8 +341,8 @@ def _text_of(compiled: jax.stages.Compiled) -> str:
         return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
-            f"JAX {jax.__version__} cannot read the compiled program ({short_line(error, 120)}). The compiler may be newer than "
-            "JAX: install the libtpu, or the CUDA plugin, of this version of JAX, such as by "
+            f"JAX {jax.__version__} cannot read the compiled program ({short_line(error, 120)}). The compiler may be newer "
+            "than JAX: install the libtpu, or the CUDA plugin, of this version of JAX, such as by "
             f'`pip install "jax[tpu]=={jax.__version__}"`.'
         ) from error
 
