@@ -123,7 +123,8 @@ def interrupt():
     time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt, daemon=True).start()
-c.save(1, strategy.put(np.random.default_rng(0).normal(size=2**26).astype(np.float32)))
+os.mkdir = slow_mkdir  # so that the save takes longer than the interrupt
+c.save(1, state)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", PREAMBLE + code, str(tmp_path / "run")]
