@@ -12,8 +12,15 @@ import optax
 import pytest
 
 import jdist
+from jdist._src.core import declared_shapes
 
 from laws import STATES, STRATEGIES, each_row
+
+
+@pytest.fixture(autouse=True)
+def no_declared_shapes(monkeypatch):
+    """The shapes of the buckets of other tests in this process are not expected here."""
+    monkeypatch.setattr(declared_shapes, "_declared", set())
 
 
 def add_mean(state, *xs):
