@@ -34,7 +34,7 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
 
     Args:
         step: The result of `strategy.step` or of `jdist.step`, or a function `(state, *inputs) -> (state, outputs)`.
-        args: The arguments of the step: arrays or `jax.ShapeDtypeStruct`s.
+        args: The arguments of the step: arrays, or their shapes (`jax.ShapeDtypeStruct`).
         strategy: The strategy; by default the one that made the step, or the current strategy.
         named: The inputs of a `jdist.step` by name.
 
