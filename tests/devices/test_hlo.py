@@ -85,11 +85,13 @@ def test_count_in_nested_loops_is_the_product_of_the_trip_counts():
     inner = lambda x: lax.fori_loop(0, 5, lambda i, x: lax.psum(x, "r") / 4, x)
     (one,) = collectives_of(lambda x: lax.fori_loop(0, 3, lambda i, x: inner(x * 2), x))
     assert (one.executions, one.conditional) == (15, False)
+    assert one.bytes_per_run == 15 * one.bytes_sent > 0
 
 
 def test_count_in_a_loop_of_unknown_length_is_none():
     (one,) = collectives_of(lambda x: lax.while_loop(lambda x: x.sum() < 5, lambda x: lax.psum(x, "r"), x))
     assert one.executions is None
+    assert one.bytes_per_run == one.bytes_sent > 0
 
 
 PROGRAM = """HloModule m, is_scheduled=true, num_partitions=8

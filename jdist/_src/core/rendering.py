@@ -1,7 +1,8 @@
 """What rich prints as text, and as HTML for notebooks."""
 
 import io
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # The font is named because a theme may set one for `pre` in which box-drawing characters do not connect.
@@ -36,6 +37,39 @@ def facts_table(title: str, facts: Mapping[str, str]) -> Any:
     for name, fact in facts.items():
         table.add_row(Text(name), Text(fact))
     return Group(Text(title, style="bold"), table) if title else table
+
+
+def rows_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    footer: Sequence[str] = (),
+    num_texts: int | None = None,
+    max_widths: Sequence[int | None] = (),
+    title: str = "",
+) -> Any:
+    """Returns a table for rich. It has no lines, to be narrow. Texts are shown verbatim; long ones are folded, and none is cut.
+
+    Args:
+        head: The name of each column.
+        rows: The texts of each row.
+        footer: The texts of a last row.
+        num_texts: The number of the first columns that are aligned to the left, by default all.
+        max_widths: The maximum width of each column, None for no limit.
+        title: The title.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text  # a plain string would be read as markup
+
+    table = Table(show_footer=bool(footer), box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.title, table.title_justify = title or None, "left"
+    for name, last, width in itertools.zip_longest(head, footer, max_widths[: len(head)]):
+        side = "left" if num_texts is None or len(table.columns) < num_texts else "right"
+        table.add_column(name, Text(last or ""), justify=side, overflow="fold", max_width=width)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def printable(text: str, max_length: int = 60) -> str:

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jdist._src.core.rendering import facts_table, html_of, text_of
+from jdist._src.core.rendering import facts_table, html_of, rows_table, text_of
 from jdist._src.debug.flow_drawing import Flow, draw_flow
 from jdist._src.strategies.description import grouped, listed
 from jdist._src.strategies.mesh_drawing import WIDTH
@@ -87,17 +87,11 @@ class Explanation:
         return text_of(self, WIDTH)
 
     def __rich__(self) -> Any:
-        from rich import box
         from rich.console import Group
-        from rich.table import Column, Table
         from rich.text import Text  # a plain string would be read as markup: paths contain brackets
 
-        table = Table(
-            *(Column(name, overflow="fold") for name in _HEAD), box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
-        )
-        for path, leaves in grouped(self.leaves, _MAX_ROWS, separator="["):
-            table.add_row(*map(Text, _row(path, leaves)))
-        parts: list[Any] = [Text(self._title, style="bold"), table]
+        rows = [_row(path, leaves) for path, leaves in grouped(self.leaves, _MAX_ROWS, separator="[")]
+        parts: list[Any] = [Text(self._title, style="bold"), rows_table(_HEAD, rows)]
         paths_by_cause: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for leaf in self.problems:
             paths_by_cause.setdefault((leaf.reasons, leaf.fix), []).append(leaf.path)

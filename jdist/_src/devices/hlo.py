@@ -40,6 +40,16 @@ class Collective(NamedTuple):
     line: str | None = None
     overlaps: bool = False
 
+    @property
+    def bytes_per_run(self) -> float:
+        """Bytes that one device sends per run of the program. A loop of unknown length counts once."""
+        return self.bytes_sent * self.num_executions
+
+    @property
+    def num_executions(self) -> int:
+        """Executions per run of the program. A loop of unknown length counts once."""
+        return 1 if self.executions is None else self.executions
+
 
 # Bytes that one of `n` devices sends in a ring algorithm, per byte of its operand.
 _SENT = {

@@ -10,7 +10,8 @@ from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.html_page import html_page
 from jdist._src.core.paths import as_path
 from jdist._src.core.rendering import html_of
-from jdist._src.plan.tables import WIDTH, num_bytes_text, overview_tables, plan_notes, size_name, size_tables
+from jdist._src.plan.tables import WIDTH, overview_tables, plan_notes, size_name, size_tables
+from jdist._src.strategies.description import size_text
 
 _PARTS = {  # the colors of the report's charts
     "parameters": "--loss",
@@ -57,17 +58,17 @@ def _bar(size: Any, y: int, scale: float) -> str:
     parts, x = [], float(_LEFT)
     for part, color in _PARTS.items():
         width = getattr(size.memory, part) * scale
-        title = f"{part}: {num_bytes_text(getattr(size.memory, part))}"
+        title = f"{part}: {size_text(getattr(size.memory, part))}"
         parts.append(
             f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="var({color})"><title>{title}</title></rect>'
         )
         x += width
-    total = f"{num_bytes_text(size.memory.total)}{'' if size.fits is not False else ', does not fit'}"
+    total = f"{size_text(size.memory.total)}{'' if size.fits is not False else ', does not fit'}"
     parts.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{html.escape(total)}</text>')
     if size.memory.limit:
         limit = _LEFT + size.memory.limit * scale
         parts.append(
             f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{y - 4}" y2="{y + _BAR + 4}" stroke="var(--bad)" stroke-width="2">'
-            f"<title>limit: {num_bytes_text(size.memory.limit)}</title></line>"
+            f"<title>limit: {size_text(size.memory.limit)}</title></line>"
         )
     return f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{size.devices:,} devices</text>{"".join(parts)}'

@@ -1,9 +1,10 @@
 """The tables of a `Plan`, drawn by rich. The module of this class imports this one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jdist._src.core.rendering import html_of, text_of
+from jdist._src.core.rendering import html_of, rows_table, text_of
+from jdist._src.strategies.description import size_text
 
 WIDTH = 128
 _VERDICTS = {None: "unknown", True: "yes", False: "no"}
@@ -76,8 +77,8 @@ def _overview(sizes: Sequence[Any]) -> Any:
             if size.time
             else ["", ""]
         )
-        limit = "" if size.memory.limit is None else num_bytes_text(size.memory.limit)
-        sent = num_bytes_text(size.collective_bytes) if size.collectives else ""
+        limit = "" if size.memory.limit is None else size_text(size.memory.limit)
+        sent = size_text(size.collective_bytes) if size.collectives else ""
         rows.append(
             [
                 f"{size.devices:,}",
@@ -85,21 +86,21 @@ def _overview(sizes: Sequence[Any]) -> Any:
                 size.strategy,
                 f"{size.replicas:,}",
                 _VERDICTS[size.fits],
-                num_bytes_text(size.memory.total),
+                size_text(size.memory.total),
                 limit,
                 sent,
                 *time,
             ]
         )
-    return _table(head, rows)
+    return rows_table(head, rows)
 
 
 def _memory(sizes: Sequence[Any]) -> Any:
     """Returns the bytes per device by their contents, one row per number of devices."""
     names = ("parameters", "optimizer", "inputs", "outputs", "activations", "temporaries", "code", "host")
     names = [name for name in names if any(getattr(size.memory, name) for size in sizes)]
-    rows = [[f"{size.devices:,}", *(num_bytes_text(getattr(size.memory, name)) for name in names)] for size in sizes]
-    return _table(["bytes per device of", *names], rows)
+    rows = [[f"{size.devices:,}", *(size_text(getattr(size.memory, name)) for name in names)] for size in sizes]
+    return rows_table(["bytes per device of", *names], rows)
 
 
 def _work(sizes: Sequence[Any]) -> Any:
@@ -107,48 +108,43 @@ def _work(sizes: Sequence[Any]) -> Any:
     head = ("per device and step", "flops", "memory traffic", "compute", "memory", "collectives", "exposed")
     rows = []
     for size in sizes:
-        traffic = num_bytes_text(size.memory_traffic) if size.memory_traffic else ""
+        traffic = size_text(size.memory_traffic) if size.memory_traffic else ""
         time = size.time
         parts = [time.compute, time.memory, time.communication, time.exposed] if time else []
         rows.append([f"{size.devices:,}", f"{size.flops:.3g}", traffic, *(map(_seconds, parts) if parts else [""] * 4)])
-    return _table(head, rows)
+    return rows_table(head, rows)
 
 
 def _buffers(size: Any) -> Any:
-    rows = [[num_bytes_text(buffer.bytes), buffer.name, buffer.line or ""] for buffer in size.largest]
-    return _table(["largest buffers", "value", "line"], rows)
+    rows = [[size_text(buffer.bytes), buffer.name, buffer.line or ""] for buffer in size.largest]
+    return rows_table(["largest buffers", "value", "line"], rows)
 
 
 def _collectives(size: Any) -> Any:
     """Returns the collectives, equal ones in one row, those that send most first."""
-    groups: dict[tuple[Any, ...], list[float]] = {}
+    groups: dict[tuple[str, ...], list[Any]] = {}
     for each in size.collectives:
         axes = "?" if each.axes is None else " and ".join(each.axes)
-        overlaps = "yes" if each.overlaps else "no"
-        count, sent = groups.setdefault((each.kind, axes, each.line or "", overlaps), [0, 0.0])
-        executions = each.executions or 1
-        groups[each.kind, axes, each.line or "", overlaps] = [
-            count + executions,
-            sent + each.bytes_sent * executions,
-        ]
-    largest = sorted(groups.items(), key=lambda item: -item[1][1])
+        groups.setdefault((each.kind, axes, "yes" if each.overlaps else "no", each.line or ""), []).append(each)
+    sent = lambda group: sum(each.bytes_per_run for each in group)
+    largest = sorted(groups.items(), key=lambda item: -sent(item[1]))
     rows = [
-        [f"{int(count):,}", kind, axes, num_bytes_text(sent), overlaps, line]
-        for (kind, axes, line, overlaps), (count, sent) in largest[:_MAX_COLLECTIVES]
+        [f"{sum(each.num_executions for each in group):,}", kind, axes, size_text(sent(group)), overlaps, line]
+        for (kind, axes, overlaps, line), group in largest[:_MAX_COLLECTIVES]
     ]
     if len(largest) > _MAX_COLLECTIVES:
         rows.append(["...", f"{len(largest) - _MAX_COLLECTIVES} more", "", "", "", ""])
-    return _table(["count", "collective", "axis", "sent per device", "overlaps", "line"], rows)
+    return rows_table(["count", "collective", "axis", "sent per device", "overlaps", "line"], rows)
 
 
 def _remedies(size: Any) -> Any:
     rows = []
     for remedy in size.remedies:
-        memory = num_bytes_text(remedy.total) if remedy.total else ""
+        memory = size_text(remedy.total) if remedy.total else ""
         step = "" if remedy.step_seconds is None else _seconds(remedy.step_seconds)
         verdict = "not compiled" if remedy.fits is None else _VERDICTS[remedy.fits]
         rows.append([remedy.name, verdict, memory, step, remedy.note])
-    return _table(["variant", "fits", "memory", "step (model)", "note"], rows)
+    return rows_table(["variant", "fits", "memory", "step (model)", "note"], rows)
 
 
 def plan_notes(plan: Any) -> str:
@@ -168,25 +164,6 @@ def plan_notes(plan: Any) -> str:
             f"{each.steps} steps), {_seconds(each.predicted)} predicted before, error {each.error:+.0%}."
         )
     return " ".join(notes)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text  # a plain string would be read as markup: names contain brackets
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in head:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def num_bytes_text(size: float) -> str:
-    """Returns a number of bytes with a binary unit: `"1.5 MiB"`."""
-    power = min((max(int(size), 1).bit_length() - 1) // 10, 5)
-    return f"{size / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{int(size)} B"
 
 
 def _seconds(seconds: float) -> str:

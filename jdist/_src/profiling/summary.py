@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jdist._src.core.atomic_files import replace_atomically
-from jdist._src.core.rendering import facts_table, html_of, text_of
+from jdist._src.core.rendering import facts_table, html_of, rows_table, text_of
 from jdist._src.profiling.intervals import Interval, difference, length, union
 from jdist._src.profiling.trace import OperationKey, Trace, read_trace
 
@@ -238,7 +238,7 @@ class ProfileSummary:
             more = f" ({len(rows) - _MAX_DEVICES:,} more)" if len(rows) > _MAX_DEVICES else ""
             rows = [["mean" + more, *mean], *rows[:_MAX_DEVICES]]
         head = ["device", *(column.replace("_", " ") for column in _COLUMNS)]
-        return _table(f"{self.seconds:.3f} s", head, rows, num_texts=1)
+        return rows_table(head, rows, num_texts=1, title=f"{self.seconds:.3f} s")
 
     def _operation_table(self) -> Any:
         rows = [
@@ -247,7 +247,7 @@ class ProfileSummary:
             for each in self.operations
         ]
         head = ["operation", "path", "source", "time", "count", "share"]
-        return _table("Slowest operations", head, rows, num_texts=3)
+        return rows_table(head, rows, num_texts=3, title="Slowest operations")
 
     def _facts(self) -> dict[str, str]:
         facts: dict[str, str] = {}
@@ -433,16 +433,3 @@ def _time(seconds: float, total: float) -> str:
 
 def _end(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else "…" + text[1 - _MAX_TEXT :]
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text  # a plain string would be read as markup
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for number, name in enumerate(head):
-        table.add_column(name, justify="left" if number < num_texts else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import leaves_with_path, to_array_tree
-from jdist._src.core.rendering import facts_table, html_of, text_of
+from jdist._src.core.rendering import facts_table, html_of, rows_table, text_of
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
@@ -102,23 +102,15 @@ class Description:
         return text_of(self, WIDTH)
 
     def __rich__(self) -> Any:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text  # a plain string would be read as markup: paths contain brackets
 
         drawing = Text(_mesh_drawing(self.replicas), no_wrap=True)
         parts = [facts_table(self.strategy, _facts(self.replicas)), drawing]
         if self.leaves:
             *rows, total = self._rows()
-            # Without lines, to be narrow. Long texts are folded, and nothing is cut.
-            table = Table(show_footer=True, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-            for i, (name, last) in enumerate(zip(_HEAD, total, strict=False)):
-                side = "left" if i < 3 else "right"
-                table.add_column(name, Text(last), justify=side, overflow="fold", max_width=_MAX_WIDTHS[i])
-            for row in rows:
-                table.add_row(*map(Text, row))
-            parts.append(table)
+            head = _HEAD[: len(total)]
+            parts.append(rows_table(head, rows, footer=total, num_texts=3, max_widths=_MAX_WIDTHS))
         return Group(*parts, *([Text(self.note)] if self.note else []))
 
     def _repr_html_(self) -> str:
@@ -346,15 +338,15 @@ def _most_on_a_device(leaves: Iterable[LeafDescription], of: str) -> int:
     return max(by_device.values(), default=0)
 
 
-def size_text(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
     """Returns a number of bytes as text.
 
     Example:
         >>> size_text(100), size_text(3 << 20)
         ('100 B', '3.0 MiB')
     """
-    power = min((max(num_bytes, 1).bit_length() - 1) // 10, 5)
-    return f"{num_bytes / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{num_bytes} B"
+    power = min((max(int(num_bytes), 1).bit_length() - 1) // 10, 5)
+    return f"{num_bytes / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{int(num_bytes)} B"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import is_module, is_variable, to_array_tree
-from jdist._src.core.rendering import html_of, text_of
+from jdist._src.core.rendering import html_of, rows_table, text_of
 from jdist._src.core.tree import PyTree, has_dtype, one_line
 from jdist._src.strategies.description import grouped, listed, size_text
 from jdist._src.training.keras_models import adapt_keras
@@ -76,21 +76,15 @@ class Summary:
         return text_of(self, _WIDTH)
 
     def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text  # a plain string would be read as markup: paths contain brackets
-
-        table = Table(show_footer=True, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         totals = {
+            "layer": "total",
+            "arrays": "",
             "parameters": f"{self.parameters:,}",
             "variables": f"{self.variables:,}",
             "bytes": size_text(self.bytes),
         }
-        totals = {"layer": "total", "arrays": "", **totals}
         names = [name for name in totals if name != "variables" or self.variables]
-        for name in names:
-            side = "left" if name in ("layer", "arrays") else "right"
-            table.add_column(name, Text(totals[name]), justify=side, overflow="fold")
+        rows: list[list[str]] = []
         for path, layers in grouped(self.layers, self.max_rows):
             arrays = list(dict.fromkeys(array for layer in layers for array in layer.arrays))
             row = {
@@ -100,8 +94,8 @@ class Summary:
                 "variables": f"{sum(layer.variables for layer in layers):,}",
                 "bytes": size_text(sum(layer.bytes for layer in layers)),
             }
-            table.add_row(*(Text(row[name]) for name in names))
-        return table
+            rows.append([row[name] for name in names])
+        return rows_table(names, rows, footer=[totals[name] for name in names], num_texts=2)
 
     def _repr_html_(self) -> str:
         return html_of(self)
