@@ -1,27 +1,20 @@
 """Builds the programs of `Strategy.run`, `Strategy.init` and `Strategy.step`."""
 
-import collections
 import dataclasses
 import functools
-import inspect
-import types
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core import source_lines
 from jdist._src.core.arguments import as_int, check_callable, function_name
-from jdist._src.core.errors import RetraceWarning
-from jdist._src.core.source_lines import Frame
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.execution.backend import Backend, ProgramSpec
 from jdist._src.execution.multi_step import StackedInputs, StepLoop
 from jdist._src.execution.nn_module_stage import unpacked
 from jdist._src.execution.program import Program
+from jdist._src.execution.retraces import warn_of_many_programs
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.stage_order import stages_of
 from jdist._src.execution.state_stages import NewState, StateUpdate, StepPolicies
@@ -94,7 +87,7 @@ def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, conte
         # JAX does not partition a `shard_map` without results: callbacks in it would run on one device.
         return () if jax.tree.leaves(outputs) else jnp.int32(0), outputs
 
-    _warn_of_many_programs(fn(), backend)
+    warn_of_many_programs(fn(), backend)
     return _program(fn(), user_call, as_pair, backend, context)
 
 
@@ -125,7 +118,7 @@ def step_program(
         args = unpacked(args, has_state=True)
         return UserCall(fn, [x.split() if isinstance(x, StackedInputs) else x for x in args], {})
 
-    _warn_of_many_programs(fn, backend)
+    warn_of_many_programs(fn, backend)
     stages = [StepPolicies(options.precision), StateUpdate()]
     program = _program(fn, user_call, split_result, backend, context, stages, options)
     functools.update_wrapper(program, fn, updated=())
@@ -152,37 +145,6 @@ def _program(
     )
     loop = None if options.steps_per_call is None else StepLoop(spec, options.steps_per_call)
     return Program(spec, stages_of(spec, loop))
-
-
-def _warn_of_many_programs(fn: Callable[..., Any], backend: Backend) -> None:
-    """Warns once of a line that lets this backend compile one function again and again, such as a lambda in a loop."""
-    inner: Any = inspect.unwrap(fn)
-    while isinstance(inner, functools.partial):
-        inner = inspect.unwrap(inner.func)
-    code = getattr(inner, "__code__", type(inner))
-    place = source_lines.caller_frame()
-    if (
-        place is None
-        or not isinstance(code, types.CodeType)
-        or source_lines.is_in_jdist(Frame(code.co_filename, 0, ""))
-    ):
-        return
-    counts = _programs.setdefault(backend, collections.Counter())
-    counts[place, code] += 1
-    if counts[place, code] == _MANY_PROGRAMS:
-        name = function_name(fn)
-        warnings.warn_explicit(
-            f"{source_lines.code_at(place)} has compiled `{name}` {_MANY_PROGRAMS} times: once for each function object, and "
-            "for each value of a static argument. Define the function, or the step, once outside the loop, and pass values "
-            "that change as arguments.",
-            RetraceWarning,
-            place.file,
-            place.line,
-        )
-
-
-_MANY_PROGRAMS = 20
-_programs: weakref.WeakKeyDictionary[Backend, collections.Counter[Any]] = weakref.WeakKeyDictionary()
 
 
 def split_result(result: Any) -> tuple[PyTree, PyTree]:

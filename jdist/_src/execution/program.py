@@ -20,7 +20,6 @@ from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
 from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica
-from jdist._src.execution.retraces import Retraces
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, Traced, TraceFn
 from jdist._src.replica.context import in_replica_function
@@ -138,11 +137,10 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
             "and the strategy, and call `strategy.step(fn)` again. `jdist.export` saves a function with its weights."
         )
 
-    def _forget_arguments(self) -> None:
+    def forget_arguments(self) -> None:
         """Lets later calls have other arguments than earlier ones, without a `RetraceWarning`."""
         for stage in self._stages:
-            if isinstance(stage, Retraces):
-                stage.forget()
+            stage.forget_arguments()
 
     def _wrapped_lower(self, lower: LowerFn) -> LowerFn:
         for stage in reversed(self._stages):

@@ -1,6 +1,12 @@
-"""`Retraces`: warns of a step that is compiled again, and names the leaf that has changed."""
+"""Warns of steps that are compiled again, with the leaf that has changed, and of functions that a loop compiles again."""
 
+import collections
+import functools
+import inspect
+import types
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,16 +15,20 @@ from jax.sharding import Sharding
 from jax.tree_util import PyTreeDef
 
 from jdist._src.core import source_lines
+from jdist._src.core.arguments import function_name
 from jdist._src.core.declared_shapes import are_declared
 from jdist._src.core.errors import RetraceWarning
+from jdist._src.core.source_lines import Frame
 from jdist._src.core.tree import named_leaves, short_line
-from jdist._src.execution.backend import ProgramSpec
+from jdist._src.execution.backend import Backend, ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, LowerFn, Traced, TraceFn
 from jdist._src.values.array_checks import is_device_array
 
 _MANY = 5  # programs of one step
+_MANY_PROGRAMS = 20  # of one line
+_programs: weakref.WeakKeyDictionary[Backend, collections.Counter[Any]] = weakref.WeakKeyDictionary()
 
 
 class _Aval(NamedTuple):
@@ -81,8 +91,8 @@ class Retraces(Stage):
         self._shardings: list[dict[str, tuple[_Aval, Sharding]]] = []
         self._num_programs = 1
 
-    def forget(self) -> None:
-        """Forgets the programs of earlier calls."""
+    def forget_arguments(self) -> None:
+        """See `Stage`."""
         self._signatures, self._shardings = [], []
 
     def wrap_lower(self, lower: LowerFn, compiled: CompiledFunction) -> LowerFn:
@@ -147,6 +157,29 @@ class Retraces(Stage):
         message = f"`{self._spec.name}` {event}: {changes[0].text}{more}.{count} {changes[0].advice}"
         place = source_lines.caller_frame()
         warnings.warn_explicit(message, RetraceWarning, place.file if place else "", place.line if place else 0)
+
+
+def warn_of_many_programs(fn: Callable[..., Any], backend: Backend) -> None:
+    """Warns once of a line that lets this backend compile one function again and again, such as a lambda in a loop."""
+    inner: Any = inspect.unwrap(fn)
+    while isinstance(inner, functools.partial):
+        inner = inspect.unwrap(inner.func)
+    code, place = getattr(inner, "__code__", None), source_lines.caller_frame()
+    if (
+        place is None
+        or not isinstance(code, types.CodeType)
+        or source_lines.is_in_jdist(Frame(code.co_filename, 0, ""))
+    ):
+        return
+    counts = _programs.setdefault(backend, collections.Counter())
+    counts[place, code] += 1
+    if counts[place, code] == _MANY_PROGRAMS:
+        message = (
+            f"{source_lines.code_at(place)} has compiled `{function_name(fn)}` {_MANY_PROGRAMS} times: once for each function "
+            "object, and for each value of a static argument. Define the function, or the step, once outside the loop, and "
+            "pass values that change as arguments."
+        )
+        warnings.warn_explicit(message, RetraceWarning, place.file, place.line)
 
 
 def _aval(leaf: Any) -> _Aval:

@@ -55,6 +55,9 @@ class Stage:
         """
         return call
 
+    def forget_arguments(self) -> None:
+        """Forgets the arguments of earlier calls, as before calls with another data set."""
+
     def wrap_lower(self, lower: LowerFn, compiled: CompiledFunction) -> LowerFn:
         """Returns what `Program.lower` runs, on arguments or their shapes."""
         return lower

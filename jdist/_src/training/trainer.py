@@ -598,7 +598,7 @@ class Trainer:
         value = self._cache[key]
         program = value.program if isinstance(value, CountedProgram) else value
         if isinstance(program, Program):  # for another data set
-            program._forget_arguments()
+            program.forget_arguments()
         return value
 
 
