@@ -393,6 +393,11 @@ def test_mesh_whose_other_axes_do_not_divide_a_size_is_named():
         of_size(strategy, 6)
 
 
+def test_strategy_that_has_one_size_is_named():
+    with pytest.raises(ValueError, match=r"devices of a OneDeviceStrategy \(1\) cannot be chosen. Pass strategies"):
+        of_size(jdist.OneDeviceStrategy(), 2)
+
+
 def test_step_that_cannot_be_traced_from_shapes_names_its_line():
     strategy, _, make_state, batch = of_one_device()
 
@@ -447,9 +452,9 @@ def test_step_of_a_trainer(platform):
     assert all(remedy.total > 0 for remedy in small.remedies)
 
 
-def test_trainer_with_a_state_or_without_a_batch_is_an_error():
+def test_trainer_with_a_state_or_without_a_batch_of_replicas_is_an_error():
     strategy = jdist.MirroredStrategy(jax.devices()[:2])
-    for arguments in [(None,), (lambda: 0, jdist.PerReplica(shape(2, 4, WIDTH)))]:
+    for arguments in [(None,), (lambda: 0, jdist.PerReplica(shape(2, 4, WIDTH))), (None, shape(8, WIDTH))]:
         with pytest.raises(TypeError, match=r"write `jdist.plan\(strategy, trainer, None, batch\)`"):
             jdist.plan(strategy, a_trainer(strategy), *arguments)
 

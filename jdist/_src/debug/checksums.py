@@ -1,7 +1,7 @@
 """Checksums of the copies of arrays: one number per array and device, computed on the devices that hold the copies."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._src.values.array_bits import bit_words, word_positions
-from jdist._src.values.array_checks import mesh_of
 from jdist._src.values.array_copies import to_device_memory
 
 
@@ -69,8 +68,3 @@ def devices_of_parts(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) ->
     for device, index in sharding.devices_indices_map(shape).items():
         parts.setdefault(str(index), []).append(device)
     return [devices for devices in parts.values() if len(devices) > 1]
-
-
-def mesh_devices(x: jax.Array) -> Sequence[jax.Device]:
-    """Returns the devices of an array with a mesh, in the order of the mesh."""
-    return list(mesh_of(x).devices.flat)

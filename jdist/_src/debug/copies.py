@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jdist._src.core import activity, jax_compat
 from jdist._src.core.nn_modules import leaves_with_path, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
-from jdist._src.debug.checksums import checksum, checksum_program, devices_of_parts, mesh_devices, on_named_mesh
+from jdist._src.debug.checksums import checksum, checksum_program, devices_of_parts, on_named_mesh
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.program import outside_mesh
 from jdist._src.values.array_checks import (
@@ -75,7 +75,7 @@ class CopiesDifferError(RuntimeError):
         self.differences = tuple(differences)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RuntimeError, self.args  # devices cannot be pickled
+        return type(self), (*self.args, ())  # devices cannot be pickled
 
 
 def check_replicated(tree: PyTree) -> None:
@@ -335,7 +335,7 @@ def _start_checksums(mesh: Mesh, leaves: Sequence[_Leaf]) -> _Copies:
         table = program(*arrays)
     if is_bounded(mesh):
         record_call([table], 0)
-    devices = mesh_devices(arrays[0])
+    devices = list(mesh.devices.flat)
     positions = {device: position for position, device in enumerate(devices)}
     parts = [
         [[positions[device] for device in part] for part in devices_of_parts(leaf.value.sharding, leaf.value.shape)]

@@ -64,7 +64,7 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
     variations = replication.prove(jaxpr, inputs, axes)
     origins, equations = find_origins(jaxpr, axes)
     leaves = _leaves(traced, inputs, variations, origins, equations)
-    flow = _flow(traced, inputs, leaves, origins, equations)
+    flow = _flow(inputs, leaves, origins, equations)
     return Explanation(program._name, program.backend.replicas.size, tuple(leaves), flow)
 
 
@@ -137,7 +137,6 @@ class _Group(NamedTuple):
 
 
 def _flow(
-    traced: TracedReplica,
     inputs: Sequence[replication.Input],
     leaves: Sequence[LeafExplanation],
     origins: Sequence[Origins],

@@ -69,6 +69,7 @@ _CALLED = re.compile(
     r"\b(?:body|condition|calls|to_apply|true_computation|false_computation|branch_computations|called_computations)="
     r"(\{[^}]*\}|%?[\w.-]+)"
 )
+_OTHER_MEMORY = re.compile(r"S\([1-9]\d*\)")  # in a layout
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 
 
@@ -232,6 +233,11 @@ def _numbers(text: str) -> Mapping[str, int]:
 def num_bytes(shape: str) -> int:
     """Returns the bytes of an array, or of all arrays of a tuple."""
     return sum(size for size, _ in array_sizes(shape))
+
+
+def device_sizes(shape: str) -> list[int]:
+    """Returns the bytes of each array in a shape in the main memory of the device; 0 for one in on-chip or host memory."""
+    return [0 if _OTHER_MEMORY.search(layout) else size for size, layout in array_sizes(shape)]
 
 
 def array_sizes(shape: str) -> list[tuple[int, str]]:

@@ -77,9 +77,8 @@ class Topology(NamedTuple):
         return sizes[count]
 
 
-_topologies: dict[
-    int, Topology
-] = {}  # by the `id` of the client of the devices; a new client replaces an entry with its id
+# By the `id` of the client of the devices; a new client replaces an entry with its id.
+_topologies: dict[int, Topology] = {}
 
 
 def topology_of(device: Any) -> Topology:

@@ -68,9 +68,8 @@ class _Positions(Evaluator):
 
     def __init__(self, deliver: Deliver):
         self._deliver = deliver
-        self._loops: tuple[
-            Any, ...
-        ] = ()  # the number of the first call, and the iteration, of each loop around the equation
+        # The number of the first call, and the iteration, of each loop around the equation.
+        self._loops: tuple[Any, ...] = ()
         self._next = 0
 
     def enters(self, equation: Equation) -> bool:

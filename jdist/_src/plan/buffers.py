@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from jdist._src.devices.hlo_text import HloModule, Instruction, array_sizes
+from jdist._src.devices.hlo_text import HloModule, Instruction, device_sizes
 
 # These produce no array of their own: the result is a part or a view of the operands.
 _VIEWS = ("get-tuple-element", "tuple", "bitcast", "optimization-barrier", "while", "after-all", "domain", "parameter")
-_OTHER_MEMORY = re.compile(r"S\([1-9]\d*\)")  # a layout in on-chip or host memory
 
 
 class Buffer(NamedTuple):
@@ -128,7 +127,7 @@ def _origins(
 
 def _updated_operands(module: HloModule, instruction: Instruction) -> list[int | None]:
     """Returns for each array of a result the number of the operand that it updates in place; None if it is a new array."""
-    count = len(array_sizes(instruction.shape))
+    count = len(device_sizes(instruction.shape))
     if instruction.opcode in ("dynamic-update-slice", "scatter"):
         return [0] * count
     if instruction.opcode != "fusion" or not instruction.called:
@@ -152,10 +151,8 @@ def _own_bytes(instruction: Instruction) -> list[int]:
     """Returns the bytes of each array of a result in the memory of the device."""
     if instruction.opcode in ("constant", "iota", "partition-id", "replica-id", "send", "recv"):
         return []
-    sizes = array_sizes(instruction.shape)
-    if instruction.opcode.endswith("-start"):  # a tuple of the operands and the results
-        sizes = sizes[-1:]
-    return [0 if _OTHER_MEMORY.search(layout) else size for size, layout in sizes]
+    sizes = device_sizes(instruction.shape)
+    return sizes[-1:] if instruction.opcode.endswith("-start") else sizes  # a tuple of the operands and the results
 
 
 def _described(module: HloModule, instruction: Instruction, size: int) -> Buffer:

@@ -76,7 +76,7 @@ def step_time(
     hidden = exposed = 0.0
     for each in collectives:
         rate = hardware.network_bandwidth if crosses_network(each, mesh) else hardware.link_bandwidth
-        seconds = each.bytes_sent * (each.executions or 1) / rate
+        seconds = each.bytes_per_run / rate
         hidden, exposed = (hidden + seconds, exposed) if each.overlaps else (hidden, exposed + seconds)
     busy = max(compute, memory)
     exposed += max(0.0, hidden - busy)

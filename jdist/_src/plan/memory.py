@@ -105,15 +105,21 @@ def compiled_memory(
 
 def refused_memory(error: BaseException, sizes: dict[str, int]) -> MemoryPlan | None:
     """Returns the memory of a step that the compiler refused because it does not fit; None if it has another reason."""
-    match = _TOTAL_AND_LIMIT.search(str(error)) or _USED_OF_LIMIT.search(str(error))
-    if match is None:
+    found = _total_and_limit(error)
+    if found is None:
         return None
-    total, limit = (int(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3))
+    total, limit = found
     known = sizes["parameters"] + sizes["optimizer"] + sizes["inputs"]
     rest = max(0, total - known)
     return MemoryPlan(
         sizes["parameters"], sizes["optimizer"], sizes["inputs"], 0, 0, rest, 0, sizes["host"], max(total, known), limit
     )
+
+
+def _total_and_limit(error: BaseException) -> tuple[int, int] | None:
+    """Returns the bytes that a program needs and the bytes that a TPU has, from the message of its compiler."""
+    match = _TOTAL_AND_LIMIT.search(str(error)) or _USED_OF_LIMIT.search(str(error))
+    return match and (int(float(match[1]) * _UNITS[match[2]]), int(float(match[3]) * _UNITS[match[4]]))
 
 
 # "the total memory required for HLO temporaries (20.00G) exceeds available HBM (15.75G)", and of older versions of libtpu
@@ -153,6 +159,6 @@ def _tpu_limit(device: Any) -> int | None:
     try:
         jax.jit(lambda x: x + 1).lower(shape).compile()
     except jax.errors.JaxRuntimeError as error:
-        match = _TOTAL_AND_LIMIT.search(str(error)) or _USED_OF_LIMIT.search(str(error))
-        return int(float(match[3]) * _UNITS[match[4]]) if match else None
+        found = _total_and_limit(error)
+        return found and found[1]
     return None

@@ -23,12 +23,14 @@ from jdist._src.plan.buffers import Buffer, peak_buffers
 from jdist._src.plan.calibration import Calibration, calibrated, creates_state
 from jdist._src.plan.cost_model import StepTime, step_time
 from jdist._src.plan.memory import MemoryPlan, argument_sizes, compiled_memory, memory_limit, refused_memory
-from jdist._src.plan.remedies import Remedy, Variant, options_of, variants
+from jdist._src.plan.remedies import Remedy, Variant, variants
 from jdist._src.plan.sizes import of_size, on_topology, scaled_inputs, scaled_state
 from jdist._src.plan.traffic import memory_traffic
+from jdist._src.replica.gradients import GradientOptions, other_gradient_options
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.late_bound_step import Step
 from jdist._src.values.base import is_distributed
+from jdist._src.values.per_replica import PerReplica
 
 _NUM_BUFFERS = 3
 
@@ -68,7 +70,7 @@ class SizePlan:
     @property
     def collective_bytes(self) -> float:
         """Bytes that one device sends per step."""
-        return sum(each.bytes_sent * (each.executions or 1) for each in self.collectives)
+        return sum(each.bytes_per_run for each in self.collectives)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -196,16 +198,14 @@ def plan(
     name = _name_of(step)
     limit = None if device_memory is None else as_int("`device_memory`", device_memory, 1)
     sizes = [_strategy_of(strategy, item) for item in _as_list(over, strategy)]
+    case_of = lambda other: _Case(
+        other, step, _state_for(state, strategy, other), scaled_inputs(inputs, strategy, other)
+    )
     calibration = None
     if calibrate is not None:
-        case = _Case(
-            calibrate, step, _state_for(state, strategy, calibrate), scaled_inputs(inputs, strategy, calibrate)
-        )
+        case = case_of(calibrate)
         calibration = calibrated(case.strategy, case.program(), state, case.inputs, _measurable(case, compiler_options))
-    planned = []
-    for other in sizes:
-        case = _Case(other, step, _state_for(state, strategy, other), scaled_inputs(inputs, strategy, other))
-        planned.append(_planned(case, state, limit, calibration, remedies, compiler_options))
+    planned = [_planned(case_of(other), state, limit, calibration, remedies, compiler_options) for other in sizes]
     return Plan(name, tuple(planned), calibration)
 
 
@@ -301,13 +301,15 @@ def _planned(
     )
 
 
-def _compile(case: _Case, limit: int | None, options: Any, variant: Variant | None = None) -> _Compiled:
+def _compile(
+    case: _Case, limit: int | None, options: Any, gradient_options: GradientOptions | None = None
+) -> _Compiled:
     strategy, program = case.strategy, case.program()
     arguments, sizes = argument_sizes(strategy, case.state, case.inputs)
     device_limit = memory_limit(strategy.devices[0]) if limit is None else limit
     traces: list[Traced] = []
     program.on_trace.append(traces.append)
-    with options_of(variant or Variant("", strategy, ())) as is_used:
+    with other_gradient_options(gradient_options or GradientOptions()) as override:
         lowered = program.lower(case.state, *case.inputs)
     flops = matmul_flops(traces[-1].jaxpr) * strategy.num_replicas_in_sync / strategy.mesh.size
     try:
@@ -319,7 +321,7 @@ def _compile(case: _Case, limit: int | None, options: Any, variant: Variant | No
             raise
         memory = dataclasses.replace(memory, limit=min(memory.limit or 0, limit) if limit else memory.limit)
         largest = tuple(sorted(arguments, key=lambda buffer: -buffer.bytes))
-        return _Compiled(memory, False, flops, 0.0, (), largest, is_used(), is_refused=True)
+        return _Compiled(memory, False, flops, 0.0, (), largest, override.is_used, is_refused=True)
     module = HloModule(_text_of(compiled))
     peak = peak_buffers(module)
     memory = compiled_memory(compiled, sizes, peak, device_limit)
@@ -328,7 +330,7 @@ def _compile(case: _Case, limit: int | None, options: Any, variant: Variant | No
         fits = True  # its compiler refuses a program that does not fit
     largest = tuple(sorted([*arguments, *peak], key=lambda buffer: -buffer.bytes))
     collectives = tuple(each for each in module_collectives(module, strategy.mesh) if each.group_size > 1)
-    return _Compiled(memory, fits, flops, memory_traffic(module), collectives, largest, is_used())
+    return _Compiled(memory, fits, flops, memory_traffic(module), collectives, largest, override.is_used)
 
 
 def _text_of(compiled: jax.stages.Compiled) -> str:
@@ -355,7 +357,7 @@ def _try(
     if variant.strategy is not case.strategy:
         other = dataclasses.replace(other, state=_state_for(state, case.strategy, variant.strategy))
     try:
-        compiled = _compile(other, limit, options, variant)
+        compiled = _compile(other, limit, options, variant.options)
     except (ValueError, TypeError, RuntimeError) as error:  # this step cannot run in this way
         return Remedy(variant.name, None, note=short_line(error))
     time = compiled.time(variant.strategy, calibration)
@@ -384,15 +386,16 @@ def _step_and_state(trainer: Any, state: Any, inputs: Sequence[PyTree]) -> tuple
     """Returns the step of the `fit` of a `Trainer`, and the function that creates its state.
 
     Raises:
-        TypeError: A state is given, or there is no batch.
+        TypeError: A state is given, or there is no batch of values per replica.
     """
-    if state is not None or not inputs:
+    items = jax.tree.leaves(inputs[:1], is_leaf=is_distributed)
+    if state is not None or not items or not all(isinstance(item, PerReplica) for item in items):
         raise TypeError(
-            "A `Trainer` creates its state from a batch: write `jdist.plan(strategy, trainer, None, batch)`, with a batch as "
-            "`fit` receives it, such as `dataset.element_spec`."
+            "A `Trainer` creates its state from a batch: write `jdist.plan(strategy, trainer, None, batch)`, with a batch of "
+            "`jdist.PerReplica`s as the step of `fit` receives it, such as `dataset.element_spec`."
         )
-    without_replicas = lambda item: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), item.tree)
-    return trainer._planned_step(jax.tree.map(without_replicas, inputs[0], is_leaf=is_distributed))
+    shapes = lambda item: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), item.tree)
+    return trainer._planned_step(jax.tree.map(shapes, inputs[0], is_leaf=is_distributed))
 
 
 def _as_list(over: Any, strategy: Strategy) -> list[Any]:

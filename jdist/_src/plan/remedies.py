@@ -2,19 +2,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist._src.core.tree import PyTree
-from jdist._src.plan.sizes import with_batch
-from jdist._src.replica.gradients import GradientOptions, other_gradient_options
+from jdist._src.plan.sizes import batch_for, with_batch
+from jdist._src.replica.gradients import GradientOptions
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.sharded import ShardedStrategy
-from jdist._src.values.base import is_distributed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Variant(NamedTuple):
         name: See `Remedy`.
         strategy: Its strategy.
         inputs: Its inputs.
-        options: Options of its gradients.
+        options: Options of its gradients, None for those of the step.
         note: See `Remedy`.
     """
 
@@ -84,40 +82,15 @@ def _sharded_variants(strategy: Strategy, inputs: Sequence[PyTree]) -> Iterator[
         shards = shards[shards.index(arguments["shard"]) + 1 :]
     for shard in shards:
         other = ShardedStrategy(**{**arguments, "shard": shard})
-        yield Variant(f'ShardedStrategy("{shard}")', other, batch_for(inputs, strategy, other))
+        yield Variant(f'ShardedStrategy("{shard}")', other, batch_for(inputs, other))
     if arguments.get("offload") is None:
         with contextlib.suppress(ValueError):  # programs cannot address the memory of the host
             other = ShardedStrategy(**{**arguments, "shard": "all", "offload": "optimizer"})
             name = 'ShardedStrategy("all", offload="optimizer")'
-            yield Variant(name, other, batch_for(inputs, strategy, other))
+            yield Variant(name, other, batch_for(inputs, other))
 
 
 def _data_mesh(mesh: Mesh) -> Mesh:
     """Returns a mesh over the same devices, whose axes can be those of a batch."""
     names = ("data",) if len(mesh.axis_names) == 1 else tuple(f"data_{i}" for i in range(len(mesh.axis_names)))
     return Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-
-
-def batch_for(inputs: Sequence[PyTree], old: Strategy, new: Strategy) -> list[PyTree]:
-    """Returns the shapes of the same global batch for a strategy with another number of replicas."""
-    size = new.num_replicas_in_sync
-
-    def joined(item: Any) -> Any:
-        if not (is_distributed(item) and item._is_stacked):
-            return item
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(_joined_shape(x.shape, size), x.dtype), item)
-
-    return [jax.tree.map(joined, tree, is_leaf=is_distributed) for tree in inputs]
-
-
-def _joined_shape(shape: tuple[int, ...], replicas: int) -> tuple[int, ...]:
-    if len(shape) < 2:
-        return (replicas, *shape[1:])
-    return (replicas, int(np.prod(shape[:2])) // replicas, *shape[2:])
-
-
-@contextlib.contextmanager
-def options_of(variant: Variant) -> Iterator[Callable[[], bool]]:
-    """Lets a step be traced with the options of a variant; yields a function that returns whether the step read them."""
-    with other_gradient_options(variant.options or GradientOptions()) as override:
-        yield lambda: override.is_used

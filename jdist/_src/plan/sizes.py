@@ -1,6 +1,6 @@
 """A strategy and the arguments of its step for another number of devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,8 +51,8 @@ def _on_devices(strategy: Strategy, devices: list[jax.Device]) -> Strategy:
         arguments[key] = devices
     else:
         raise ValueError(
-            f"`over` contains {count}, and a {type(strategy).__name__} runs on {strategy.mesh.size} devices only. Pass "
-            "strategies instead of numbers."
+            f"`over` contains {count}, and the number of devices of a {type(strategy).__name__} ({strategy.mesh.size}) cannot "
+            "be chosen. Pass strategies instead of numbers."
         )
     return type(strategy)(**arguments)
 
@@ -73,53 +73,44 @@ def _attached(like: jax.Device, count: int) -> list[jax.Device]:
 def scaled_state(state: PyTree, old: Strategy, new: Strategy) -> PyTree:
     """Returns the shapes of a state of the strategy `old` for `new`: values per replica have another number of replicas."""
     size = new.num_replicas_in_sync
-
-    def scaled(item: Any) -> Any:
-        if not (is_distributed(item) and item._is_stacked):
-            return item
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), item)
-
-    if size == old.num_replicas_in_sync:
-        return state
-    return jax.tree.map(scaled, state, is_leaf=is_distributed)
+    return state if size == old.num_replicas_in_sync else _reshaped(state, lambda shape: (size, *shape[1:]))
 
 
-def scaled_inputs(inputs: Sequence[PyTree], old: Strategy, new: Strategy) -> list[PyTree]:
+def scaled_inputs(inputs: Sequence[PyTree], old: Strategy, new: Strategy) -> Sequence[PyTree]:
     """Returns the shapes of the inputs of a step of `old` for `new`, with the same number of examples per device."""
-
-    def scaled(item: Any) -> Any:
-        if not (is_distributed(item) and item._is_stacked):
-            return item
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(_scaled_shape(x.shape, old, new), x.dtype), item)
-
-    return [jax.tree.map(scaled, tree, is_leaf=is_distributed) for tree in inputs]
+    size = new.num_replicas_in_sync
+    before, after = (each.replicas.num_parts / each.replicas.size for each in (old, new))
+    scaled = lambda examples: examples if before == after else round(examples * after / before)
+    return _reshaped(inputs, lambda shape: (size, *map(scaled, shape[1:2]), *shape[2:]))
 
 
-def _scaled_shape(shape: tuple[int, ...], old: Strategy, new: Strategy) -> tuple[int, ...]:
-    """Returns the shape `[replica, batch, ...]` with the number of parts of the batch of `new`, each as large as in `old`."""
-    replicas, parts = new.num_replicas_in_sync, (old.replicas, new.replicas)
-    per_replica = [each.num_parts / each.size for each in parts]
-    if len(shape) < 2 or per_replica[0] == per_replica[1]:
-        return (replicas, *shape[1:])
-    return (replicas, round(shape[1] * per_replica[1] / per_replica[0]), *shape[2:])
+def batch_for(inputs: Sequence[PyTree], new: Strategy) -> Sequence[PyTree]:
+    """Returns the shapes of the same global batch for a strategy with another number of replicas."""
+    size = new.num_replicas_in_sync
+    return _reshaped(
+        inputs, lambda shape: (size, *(shape[0] * examples // size for examples in shape[1:2]), *shape[2:])
+    )
 
 
-def with_batch(inputs: Sequence[PyTree], divisor: int) -> list[PyTree] | None:
+def with_batch(inputs: Sequence[PyTree], divisor: int) -> Sequence[PyTree] | None:
     """Returns the shapes of inputs with a fraction of the examples per replica; None if the examples are not divisible."""
-    leaves = [
-        leaf
-        for tree in inputs
-        for item in jax.tree.leaves(tree, is_leaf=is_distributed)
-        if is_distributed(item) and item._is_stacked
-        for leaf in jax.tree.leaves(item)
-    ]
-    if not leaves or any(len(leaf.shape) < 2 or leaf.shape[1] % divisor for leaf in leaves):
+    items = filter(_is_per_replica, jax.tree.leaves(inputs, is_leaf=is_distributed))
+    shapes = [leaf.shape for item in items for leaf in jax.tree.leaves(item)]
+    if not shapes or any(len(shape) < 2 or shape[1] % divisor for shape in shapes):
         return None
+    return _reshaped(inputs, lambda shape: (shape[0], shape[1] // divisor, *shape[2:]))
 
-    def divided(item: Any) -> Any:
-        if not (is_distributed(item) and item._is_stacked):
+
+def _reshaped(tree: PyTree, new_shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+    """Returns a tree in which the shapes `[replica, batch, ...]` of values per replica are replaced."""
+
+    def reshaped(item: Any) -> Any:
+        if not _is_per_replica(item):
             return item
-        shape = lambda x: (x.shape[0], x.shape[1] // divisor, *x.shape[2:])
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), item)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(new_shape(x.shape), x.dtype), item)
 
-    return [jax.tree.map(divided, tree, is_leaf=is_distributed) for tree in inputs]
+    return jax.tree.map(reshaped, tree, is_leaf=is_distributed)
+
+
+def _is_per_replica(item: Any) -> bool:
+    return is_distributed(item) and item._is_stacked

@@ -4,9 +4,7 @@ XLA's cost analysis counts the body of a loop once. Here each instruction reads 
 it runs. Values inside a fusion stay on the chip. A fusion that slices an operand reads the slice.
 """
 
-import re
-
-from jdist._src.devices.hlo_text import HloModule, Instruction, array_sizes
+from jdist._src.devices.hlo_text import HloModule, Instruction, device_sizes
 
 _FREE = (
     "after-all",
@@ -25,7 +23,6 @@ _FREE = (
     "while",
 )
 _SLICES = ("dynamic-slice", "gather", "slice")
-_ON_CHIP = re.compile(r"S\([1-9]\d*\)")
 
 
 def memory_traffic(module: HloModule) -> float:
@@ -95,4 +92,4 @@ def _read(module: HloModule, computation: str, number: int, size: int) -> int:
 
 
 def _bytes(shape: str) -> int:
-    return sum(size for size, layout in array_sizes(shape) if not _ON_CHIP.search(layout))
+    return sum(device_sizes(shape))

@@ -28,14 +28,14 @@ class OperationFacts(NamedTuple):
 NO_FACTS = OperationFacts()
 
 
-def read_modules(trace: bytes) -> "dict[str, HloModule]":
+def read_modules(trace: bytes) -> "dict[str, HloModuleProto]":
     """Returns the HLO modules in a trace by their names with the numbers of their programs: `"jit_step(7)"`.
 
     Raises:
         ValueError: The bytes are not a trace.
     """
     return {
-        name: HloModule(_message(hlo, 1))
+        name: HloModuleProto(_message(hlo, 1))
         for plane in _messages(memoryview(trace), 1)
         if _text(plane, 2) == "/host:metadata"
         for name, stats in _event_stats(plane)
@@ -66,7 +66,7 @@ def _event_stats(plane: memoryview) -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
-class HloModule:
+class HloModuleProto:
     """The instructions of an HLO module; reads only those that a trace contains: a module may have 100,000.
 
     Args:

@@ -16,6 +16,7 @@ from jdist._src.core import trace_annotations
 from jdist._src.core.path_arguments import as_local_path, make_directory
 from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.core.source_lines import caller_frame, levels_to_user
+from jdist._src.execution.program import outside_mesh
 from jdist._src.profiling.summary import (
     SUMMARY_FILE,
     ProfileSummary,
@@ -27,7 +28,6 @@ from jdist._src.profiling.summary import (
 
 _OTHERS_SECONDS = 60.0  # in which the other processes must have ended the block and read their traces
 _COMPILE_EVENTS = "/jax/core/compile/"  # of `jax.monitoring`: tracing, lowering, compilation
-_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # `jax.set_mesh` of the program does not apply
 _open_at: str | None = None  # the line that opened the profile of this process; JAX allows one per process
 
 
@@ -248,7 +248,7 @@ def _wait_for_devices(probes: Sequence[jax.Array]) -> None:
 
     A device runs its programs in order, so it has run them when it has run one for its array in `probes`.
     """
-    with jax.set_mesh(_NO_MESH), jax.disable_jit(False):
+    with outside_mesh(), jax.disable_jit(False):
         passed = [jdist_barrier(probe) for probe in probes]
     for array in [*jax.live_arrays(), *passed]:
         with contextlib.suppress(Exception):  # it is raised where the array is used, or the array was donated

@@ -20,7 +20,7 @@ import jax
 from jdist._src.core import trace_annotations
 from jdist._src.profiling.hlo_metadata import (
     NO_FACTS,
-    HloModule,
+    HloModuleProto,
     OperationFacts,
     facts_of_text,
     read_modules,
@@ -119,7 +119,7 @@ class _Reader:
         program_numbers: The numbers of the programs of the operations of a TPU, by their HLO.
     """
 
-    def __init__(self, modules: dict[str, HloModule], program_numbers: dict[str, int]):
+    def __init__(self, modules: dict[str, HloModuleProto], program_numbers: dict[str, int]):
         self._modules, self._program_numbers = modules, program_numbers
         self._operations: dict[str, dict[_Event, list[Interval]]] = {}
         self._hosts: dict[str, list[Interval]] = {name: [] for name in ("compilation", "input", "dispatch")}
@@ -195,7 +195,7 @@ class _Reader:
                         device = f"cpu:{stats.get('device_ordinal', 0)}"
                         self._add(device, event, _Event(_program(stats), stats["hlo_op"]))
 
-    def _module(self, program: str, names: set[str]) -> tuple[str, HloModule | None]:
+    def _module(self, program: str, names: set[str]) -> tuple[str, HloModuleProto | None]:
         """Returns the name of a program, and the module that has most of the operations of these names.
 
         The number of a program is not sufficient: an executable from the persistent compilation cache has the number that it
@@ -220,7 +220,7 @@ class _Reader:
         self._operations.setdefault(device, {}).setdefault(operation, []).append(self._interval(event))
 
 
-def _key(event: _Event, program: str, module: HloModule | None) -> OperationKey | None:
+def _key(event: _Event, program: str, module: HloModuleProto | None) -> OperationKey | None:
     """Returns the key of an operation; None for one that is not counted.
 
     The operations in a loop, a branch or a call have events of their own. An asynchronous copy computes nothing.
@@ -236,11 +236,8 @@ def _key(event: _Event, program: str, module: HloModule | None) -> OperationKey 
 
 
 _SKIPPED = "ThreadpoolListener::", "end: ", "ThunkExecutor::"  # the most frequent events of a CPU
-_COMPILATION = (
-    "lower_sharding_computation",
-    "backend_compile_and_load",
-    "backend_compile",
-)  # also in traces without `COMPILE`
+# Also in traces without `COMPILE`.
+_COMPILATION = "lower_sharding_computation", "backend_compile_and_load", "backend_compile"
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-|send|recv|nccl)", re.IGNORECASE
 )
