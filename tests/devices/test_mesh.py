@@ -135,7 +135,8 @@ def test_strategies_accept_tensorflow_device_names(make, name):
 def test_mesh_with_a_model_axis_is_an_error_that_names_sharded_strategy(strategy):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     message = (
-        r"axes 'data', 'model'.*does not have a model axis.*`jdist\.ShardedStrategy\(mesh=mesh, model_axis=\.\.\.\)`"
+        r"axes 'data', 'model'.*for a group of devices per replica, `jdist\.MirroredStrategy\(mesh=.*"
+        r"`jdist\.ShardedStrategy\(mesh=mesh, model_axis=\.\.\.\)`"
     )
     with pytest.raises(TypeError, match=message):
         strategy(mesh)

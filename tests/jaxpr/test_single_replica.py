@@ -27,13 +27,13 @@ def traced(fn, *args):
 
 def rewritten(fn, *args):
     """Returns the jaxpr of `fn` without its collectives; those without a rule are left for `jax.vmap`."""
-    run = lambda *leaves: eliminate_collectives(traced(fn, *args), "r", leaves)
+    run = lambda *leaves: eliminate_collectives(traced(fn, *args), ["r"], leaves)
     return jax.make_jaxpr(run, axis_env=[("r", 1)])(*jax.tree.leaves(args)).jaxpr
 
 
 def without_collectives(fn, *args):
     """Returns the leaves of the results of `fn` without collectives, as the auto-sharded backend computes them."""
-    return jax.jit(lambda *leaves: eliminate_collectives(traced(fn, *args), "r", leaves))(*jax.tree.leaves(args))
+    return jax.jit(lambda *leaves: eliminate_collectives(traced(fn, *args), ["r"], leaves))(*jax.tree.leaves(args))
 
 
 def on_one_device(fn, *args):
@@ -358,7 +358,7 @@ def test_scan_keeps_its_length_direction_and_unrolling():
 def test_remat_with_a_collective_is_recomputed(prevent_cse, barriers):
     layer = jax.checkpoint(lambda x: jnp.sin(jnp.sin(lax.pmean(x, "r"))), prevent_cse=prevent_cse)
     fn = jax.grad(lambda x: layer(layer(x)).sum())
-    run = lambda *leaves: eliminate_collectives(traced(fn, X), "r", leaves)
+    run = lambda *leaves: eliminate_collectives(traced(fn, X), ["r"], leaves)
     # Without barriers, XLA would merge the recomputation with the first computation and save no memory.
     assert jax.jit(run).lower(X).as_text().count("optimization_barrier") == barriers
 

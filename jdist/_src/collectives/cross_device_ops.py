@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.tree import one_line
-from jdist._src.devices.mesh import group_mesh, local_mesh_devices
+from jdist._src.devices.mesh import Replicas, group_mesh, has_model_axes, local_mesh_devices
 from jdist._src.values.reduce_op import ReduceOp, from_sortable, sortable
 
 Axes: TypeAlias = tuple[str, ...]
@@ -35,7 +35,8 @@ class CommunicationOptions:
         bytes_per_pack: Leaves smaller than this are packed into one buffer per dtype and reduced together; larger leaves are
             reduced separately. 0 disables packing. None selects the fastest measured value for the devices: 128 KiB on the CPU
             devices of one process, where XLA's collectives take about 0.1 ms per leaf; unlimited for several processes on CPU,
-            where each leaf is a message; 0 on GPU and TPU, where XLA combines small collectives.
+            where each leaf is a message; 0 on GPU and TPU, where XLA combines small collectives, and where a replica is a
+            group of devices.
         timeout_seconds: The time limit of a wait for other processes: in a step, a collective of the host program or a barrier.
             When a wait exceeds it and no process compiles or writes a checkpoint, every process prints the call that it waits
             in and the stacks of its threads, and ends with exit status 43. Pass it to a strategy. It applies to the process (of
@@ -64,7 +65,8 @@ class CommunicationOptions:
         """Returns these options with None replaced by the value for the devices of `mesh`."""
         if self.bytes_per_pack is not None:
             return self
-        if mesh.size == 1 or not _on_cpu(mesh):
+        # A leaf that is partitioned within a replica would be gathered to be packed.
+        if mesh.size == 1 or not _on_cpu(mesh) or has_model_axes(mesh):
             return dataclasses.replace(self, bytes_per_pack=0)
         return dataclasses.replace(self, bytes_per_pack=_SMALL if _in_one_process(mesh) else sys.maxsize)
 
@@ -127,7 +129,9 @@ class AllReduce(CrossDeviceOps):
 
     def resolve(self, mesh: Mesh) -> "AllReduce":
         """See `CrossDeviceOps.resolve`."""
-        scatters = self.bytes_to_scatter is None and mesh.size > 1 and _on_cpu(mesh) and _in_one_process(mesh)
+        # The leaf would be flattened, and so gathered within a replica that is a group of devices.
+        is_flat = mesh.size > 1 and not has_model_axes(mesh)
+        scatters = self.bytes_to_scatter is None and is_flat and _on_cpu(mesh) and _in_one_process(mesh)
         return AllReduce(2 * 2**20) if scatters else self
 
 
@@ -189,7 +193,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def arrange_mesh(self, mesh: Mesh) -> Mesh:
         """See `CrossDeviceOps.arrange_mesh`."""
-        return group_mesh(mesh, len(local_mesh_devices(mesh)) if self.group_size is None else self.group_size)
+        num_local = len(Replicas.from_mesh(mesh).local_devices)
+        return group_mesh(mesh, num_local if self.group_size is None else self.group_size)
 
 
 def all_reduce_packed(

@@ -366,6 +366,17 @@ def shard_map_body(program: Any) -> Any:
     return _ClosedJaxpr(body.replace(constvars=captured, invars=inputs, debug_info=debug_info), constants)
 
 
+def manual_axes(equation: Equation) -> frozenset[str]:
+    """Returns the mesh axes that a `shard_map` makes manual in its body; none for another equation."""
+    return equation.params["newly_manual_axes"] if equation.primitive.name == "shard_map" else frozenset()
+
+
+def split_axes(equation: Equation) -> list[frozenset[str]]:
+    """Returns for each operand of a `shard_map` the mesh axes that it is split along."""
+    axes = lambda dims: (axis for dim in dims if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim))
+    return [frozenset(axes(spec)) for spec in equation.params["in_specs"]]
+
+
 def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:
     """Returns a closed jaxpr without primitives that are Python code until they are lowered.
 

@@ -1,9 +1,14 @@
-"""The mesh of a strategy: devices by object or name along the axis `"replica"`, and the mapping of replicas to devices."""
+"""The mesh of a strategy: devices by object or name, and the mapping of replicas to devices.
+
+The axes of a mesh up to and including `"replica"` are the axes of the replicas, the *replica axes*. The axes after it are
+*model axes*: a replica is a group of devices, over which its model is partitioned. A mesh without an axis `"replica"` has one
+replica, which spans all its devices.
+"""
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -28,7 +33,7 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None, axis_name: s
 
     Returns:
         A mesh with the single axis `"replica"`, in the order of `devices`. With another `axis_name`, an axis `"replica"` of
-        size 1 is before it, by which jdist recognizes the mesh (`spans_devices`).
+        size 1 is after it, by which jdist recognizes the replica axes (`replica_axes`).
 
     Raises:
         ValueError: The list is empty, has duplicates, mixes platforms or names a device that this process does not have; or
@@ -41,9 +46,10 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None, axis_name: s
     """
     if isinstance(devices, Mesh):
         raise TypeError(
-            f"`devices` must be a list of devices, got a mesh with the axes {', '.join(map(repr, devices.axis_names))}. This "
-            "strategy replicates the state on every device, so it does not have a model axis: pass `list(mesh.devices.flat)`. "
-            "To shard the state, use `jdist.ShardedStrategy(mesh=mesh, model_axis=...)`."
+            f"`devices` must be a list of devices, got a mesh with the axes {', '.join(map(repr, devices.axis_names))}. For "
+            "one replica per device, pass `list(mesh.devices.flat)`; for a group of devices per replica, "
+            f'`jdist.MirroredStrategy(mesh=Mesh(devices, ("{REPLICA_AXIS}", "model")))`. To shard the state over all devices, '
+            "use `jdist.ShardedStrategy(mesh=mesh, model_axis=...)`."
         )
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
         instead = f"[{one_line(str(devices))}]" if isinstance(devices, (str, jax.Device)) else "`jax.devices()[:n]`"
@@ -51,10 +57,127 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None, axis_name: s
     chosen = jax.local_devices() if devices is None else [find_device(device) for device in devices]
     _check(chosen)
     check_axis_name(axis_name)
-    if axis_name != REPLICA_AXIS:
-        return Mesh(np.array([chosen]), (REPLICA_AXIS, axis_name), axis_types=(AxisType.Auto,) * 2)
+    return mesh_of_replicas(np.array(chosen), (), axis_name)
+
+
+def mesh_of_replicas(devices: np.ndarray, model_axes: Sequence[str], axis_name: str = REPLICA_AXIS) -> Mesh:
+    """Returns a mesh of `devices`, `[replica, *model axes]`, with the replicas along the axis `axis_name`."""
+    if axis_name == REPLICA_AXIS:
+        names = (REPLICA_AXIS, *model_axes)
+    else:
+        devices, names = np.expand_dims(devices, 1), (axis_name, REPLICA_AXIS, *model_axes)
     # Not `jax.make_mesh`: it defaults to explicit axes, and may reorder the devices.
-    return Mesh(np.array(chosen), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def user_mesh(mesh: Mesh) -> Mesh:
+    """Returns the mesh that the user passed to `model_mesh`, with `mesh` as result."""
+    if mesh.axis_names[0] == REPLICA_AXIS:
+        return mesh
+    names = (mesh.axis_names[0], *mesh.axis_names[2:])
+    return Mesh(mesh.devices.squeeze(1), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def model_mesh(mesh: object, devices: Sequence[jax.Device], axis_name: str = REPLICA_AXIS) -> Mesh:
+    """Returns the mesh of a strategy whose replicas may be groups of devices.
+
+    Args:
+        mesh: A mesh, or the sizes of its axes by name. See `check_mesh_argument`.
+        devices: The devices of a mesh that is described by sizes.
+        axis_name: The axis of the replicas.
+
+    Raises:
+        TypeError: `mesh` is neither.
+        ValueError: The axes, their order, their types or their sizes do not fit.
+    """
+    sizes = check_mesh_argument(mesh, axis_name)
+    grid = mesh.devices if isinstance(mesh, Mesh) else arranged(devices, sizes)
+    _check(list(grid.flat))
+    return mesh_of_replicas(grid, list(sizes)[1:], axis_name)
+
+
+def check_mesh_argument(mesh: object, axis_name: str) -> dict[str, int]:
+    """Checks the argument `mesh` of a strategy of several replicas, and returns its axes and their sizes.
+
+    Args:
+        mesh: A mesh, or a mapping from the names of axes to sizes, of which one may be -1.
+        axis_name: The axis of the replicas.
+
+    Raises:
+        TypeError: It is neither, or a size is not an integer.
+        ValueError: The first axis is not `axis_name`, an axis is not `Auto`, or a size is less than 1.
+    """
+    check_axis_name(axis_name)
+    if not isinstance(mesh, (Mesh, Mapping)):
+        raise TypeError(
+            f'`mesh` is a `jax.sharding.Mesh`, or the sizes of its axes, `{{"{axis_name}": -1, "model": 2}}`; got '
+            f"{one_line(mesh)}."
+        )
+    names = list(mesh.axis_names) if isinstance(mesh, Mesh) else list(mesh)
+    listed = ", ".join(map(repr, names)) or "no axes"
+    if axis_name not in names:
+        raise ValueError(
+            f"The mesh has the axes {listed}, and none of them is the axis of the replicas, {axis_name!r}. Rename one, or name "
+            f"the axis of the replicas: `axis_name={names[0] if names else 'data'!r}`."
+        )
+    if names[0] != axis_name:
+        reordered = ", ".join(map(repr, [axis_name, *(name for name in names if name != axis_name)]))
+        raise ValueError(
+            f"The axis of the replicas, {axis_name!r}, must be the first axis of the mesh, and the mesh has {listed}. Write "
+            f"`Mesh(np.moveaxis(mesh.devices, {names.index(axis_name)}, 0), ({reordered}))`."
+        )
+    if axis_name != REPLICA_AXIS and REPLICA_AXIS in names:
+        raise ValueError(
+            f"The mesh has an axis {REPLICA_AXIS!r} beside the axis of the replicas, {axis_name!r}. Rename it."
+        )
+    if isinstance(mesh, Mesh):
+        check_auto_axes(mesh, "a strategy")
+        return dict(mesh.shape)
+    sizes = {name: size if size == -1 else as_int(f"`mesh[{name!r}]`", size, 1) for name, size in mesh.items()}
+    if sum(size == -1 for size in sizes.values()) > 1:
+        raise ValueError(
+            f"`mesh={sizes}` has several axes of size -1. The size of one axis can be computed: give the others."
+        )
+    return sizes
+
+
+def arranged(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> np.ndarray:
+    """Returns the devices as the grid of a mesh, with the size of an axis that is -1 computed.
+
+    Raises:
+        ValueError: The number of devices is not the product of the sizes.
+    """
+    shape = resolved_sizes(sizes, len(devices))
+    return np.array(devices).reshape(shape)
+
+
+def resolved_sizes(sizes: Mapping[str, int], count: int) -> list[int]:
+    """Returns the sizes of the axes of a mesh of `count` devices, with the size of an axis that is -1 computed.
+
+    Raises:
+        ValueError: The number of devices is not the product of the sizes.
+    """
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if count % known or (-1 not in sizes.values() and count != known):
+        raise ValueError(
+            f"`mesh={dict(sizes)}` needs {'a multiple of ' if -1 in sizes.values() else ''}{known} devices, and there are "
+            f"{count}. Choose sizes whose product is the number of devices."
+        )
+    return [count // known if size == -1 else size for size in sizes.values()]
+
+
+def check_auto_axes(mesh: Mesh, strategy: str) -> None:
+    """Raises ValueError if an axis of `mesh` is not `Auto`, as `strategy` needs."""
+    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
+        types = ", ".join(
+            f"{name!r}: {axis_type.name}" for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        )
+        raise ValueError(
+            f"The mesh has the axis types {types}, and {strategy} needs `Auto`: XLA partitions the step, which "
+            "JAX refuses for explicit axes where the sharding of a result is ambiguous. Write "
+            "`mesh=jax.sharding.Mesh(mesh.devices, mesh.axis_names)`; `jax.make_mesh` creates explicit axes unless "
+            "`axis_types=` is `Auto`."
+        )
 
 
 def check_axis_name(axis_name: object) -> None:
@@ -68,17 +191,19 @@ def check_axis_name(axis_name: object) -> None:
 
 
 def group_mesh(mesh: Mesh, group_size: int) -> Mesh:
-    """Returns `mesh` with the axes `"group"` and `"replica"`: neighbouring replicas form groups of `group_size`.
+    """Returns `mesh` with the replica axes `"group"` and `"replica"`: neighbouring replicas form groups of `group_size`.
 
     Raises:
         ValueError: `group_size` does not divide the number of replicas.
     """
-    if group_size < 1 or mesh.size % group_size:
+    (num_replicas, *model_sizes), (_, *model_axes) = mesh.devices.shape, mesh.axis_names
+    if group_size < 1 or num_replicas % group_size:
         raise ValueError(
-            f"{mesh.size} replicas cannot form groups of {group_size}: `group_size` must be a divisor of {mesh.size}."
+            f"{num_replicas} replicas cannot form groups of {group_size}: `group_size` must be a divisor of {num_replicas}."
         )
-    axes = (GROUP_AXIS, REPLICA_AXIS)
-    return Mesh(mesh.devices.reshape(-1, group_size), axes, axis_types=(AxisType.Auto,) * 2)
+    axes = (GROUP_AXIS, REPLICA_AXIS, *model_axes)
+    grid = mesh.devices.reshape(-1, group_size, *model_sizes)
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def find_device(device: jax.Device | str) -> jax.Device:
@@ -157,8 +282,8 @@ class Replicas:
 
     Attributes:
         mesh: The devices.
-        size: The number of replicas: one per device. If they are virtual, any number from the number of devices up; every
-            device runs the same number, except that the last devices may run fewer.
+        size: The number of replicas: one per device, or per group of devices along the model axes. If they are virtual, any
+            number from the number of devices up; every device runs the same number, except that the last devices may run fewer.
         virtual: Whether the number of replicas was chosen independently of the number of devices.
         batch_axes: The mesh axes that the batch of one replica is sharded over, if one replica spans devices.
         axis_name: The axis of the replicas in replica functions, if its name is chosen; else None.
@@ -172,24 +297,25 @@ class Replicas:
 
     @classmethod
     def from_mesh(cls, mesh: Mesh, virtual: int | None = None, axis_name: str | None = None) -> "Replicas":
-        """Returns one replica per device of `mesh`, or `virtual` virtual replicas.
+        """Returns one replica per device of `mesh` or group of devices, or `virtual` virtual replicas.
 
         Raises:
             TypeError: `virtual` is not an integer.
             ValueError: There are fewer virtual replicas than devices; or they do not divide evenly over several processes.
         """
+        count = num_replica_devices(mesh)
         if virtual is None:
-            return cls(mesh, mesh.size, axis_name=axis_name)
-        if as_int("`virtual_replicas`", virtual, 1) < mesh.size:
+            return cls(mesh, count, axis_name=axis_name)
+        if as_int("`virtual_replicas`", virtual, 1) < count:
             raise ValueError(
-                f"`virtual_replicas={virtual}` is less than the number of devices, {mesh.size}. Every device runs at least one "
+                f"`virtual_replicas={virtual}` is less than the number of devices, {count}. Every device runs at least one "
                 f"replica: use more replicas, or only {max(virtual, 1)} of the devices."
             )
         replicas = cls(mesh, virtual, virtual=True, axis_name=axis_name)
         if not replicas.per_replica_axes and len(local_mesh_devices(mesh)) < mesh.size:
             raise ValueError(
-                f"`virtual_replicas={virtual}` does not divide evenly over {mesh.size} devices. The devices are in several "
-                f"processes, and each process reads the rows of its devices: use a multiple of {mesh.size}."
+                f"`virtual_replicas={virtual}` does not divide evenly over {count} devices. The devices are in several "
+                f"processes, and each process reads the rows of its devices: use a multiple of {count}."
             )
         return replicas
 
@@ -198,19 +324,29 @@ class Replicas:
         """The mesh axes of the replicas, as collectives name them."""
         if self.axis_name is not None:
             return (self.axis_name,)
-        return (REPLICA_AXIS,) if self.batch_axes else self.mesh.axis_names
+        return (REPLICA_AXIS,) if self.batch_axes else self.mesh_axes
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh along which replicas differ; empty if one replica spans all devices."""
+        return () if self.batch_axes else replica_axes(self.mesh)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh over which the model of a replica is partitioned; empty if one replica spans all devices."""
+        return () if self.batch_axes else self.mesh.axis_names[len(self.mesh_axes) :]
 
     @property
     def axis_sizes(self) -> list[tuple[str, int]]:
         """The axes that are bound while the function of one replica is traced, and their sizes."""
         if self.virtual or self.batch_axes:
             return [(axis, self.size) for axis in self.axes]
-        return list(self.mesh.shape.items())
+        return [(axis, self.mesh.shape[axis]) for axis in self.mesh_axes]
 
     @property
     def max_per_device(self) -> int:
         """The largest number of replicas that one device runs."""
-        return -(-self.size // self.mesh.size)
+        return -(-self.size // (1 if self.batch_axes else num_replica_devices(self.mesh)))
 
     @property
     def num_parts(self) -> int:
@@ -232,15 +368,23 @@ class Replicas:
     @property
     def per_replica_axes(self) -> tuple[str, ...]:
         """The mesh axes that `[replica, ...]` arrays are sharded over; empty if they do not divide evenly over the devices."""
-        return self.mesh.axis_names if self.size % self.mesh.size == 0 else ()
+        if self.batch_axes:
+            return ()
+        return self.mesh_axes if self.size % num_replica_devices(self.mesh) == 0 else ()
 
     @property
     def local_devices(self) -> dict[int, jax.Device]:
-        """The device of each replica of this process, by replica index in ascending order."""
-        devices = local_mesh_devices(self.mesh)
-        if self.batch_axes:
-            return {0: next(iter(devices.values()))} if devices else {}
-        return {i: devices[i // self.max_per_device] for i in range(self.size) if i // self.max_per_device in devices}
+        """The device of each replica of this process, by replica index in ascending order; the first one of a group."""
+        group_size = self.mesh.size if self.batch_axes else self.mesh.size // num_replica_devices(self.mesh)
+        first: dict[int, jax.Device] = {}
+        for position, device in local_mesh_devices(self.mesh).items():
+            first.setdefault(position // group_size, device)
+        return {i: first[i // self.max_per_device] for i in range(self.size) if i // self.max_per_device in first}
+
+    @property
+    def per_device(self) -> "Replicas":
+        """One replica per device of the same mesh."""
+        return Replicas(mesh_of_replicas(self.mesh.devices.reshape(-1), ()), self.mesh.size)
 
     @property
     def replicated_sharding(self) -> NamedSharding:
@@ -261,6 +405,29 @@ class Replicas:
 def spans_devices(mesh: Mesh) -> bool:
     """Whether one replica spans all devices of `mesh`, which then does not have an axis `"replica"`."""
     return REPLICA_AXIS not in mesh.axis_names
+
+
+def replica_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes of `mesh` along which replicas differ: those up to `"replica"`."""
+    return mesh.axis_names[: mesh.axis_names.index(REPLICA_AXIS) + 1] if REPLICA_AXIS in mesh.axis_names else ()
+
+
+def num_replica_devices(mesh: Mesh) -> int:
+    """Returns the number of devices of `mesh`, or of groups of devices along its model axes."""
+    return math.prod(mesh.shape[axis] for axis in replica_axes(mesh))
+
+
+def has_model_axes(mesh: Mesh) -> bool:
+    """Whether a replica is a group of devices of `mesh`."""
+    return not spans_devices(mesh) and replica_axes(mesh) != mesh.axis_names
+
+
+def row_sharding(rows: NamedSharding) -> NamedSharding:
+    """Returns the sharding of a row of a `[replica, ...]` array: partitioned over the model axes only."""
+    mesh: Mesh = rows.mesh  # pyright: ignore[reportAssignmentType]
+    if not has_model_axes(mesh):
+        return replicated_sharding(mesh)
+    return NamedSharding(mesh, PartitionSpec(*rows.spec[1:]))
 
 
 def replicated_sharding(mesh: Mesh) -> NamedSharding:

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import jax
-from jax import lax
 from jax.sharding import NamedSharding
 
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
 from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.device_offload import copy_to_mesh
-from jdist._src.execution.placement_stages import PlacedResults
+from jdist._src.execution.placement_stages import PlacedResults, constrain
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Results
 from jdist._src.jaxpr.single_replica import eliminate_collectives
@@ -45,8 +44,7 @@ class AutoShardedBackend(Backend):
         """See `Backend.run`."""
         state, inputs = function.unwrapped[: function.num_state], function.items[function.num_state :]
         arguments = jax.tree.leaves(jax.tree.map(to_device_memory, [*state, *map(self._constrain_batch, inputs)]))
-        (axis,) = self.replicas.axes
-        return results.to_blocks(results.as_trees(eliminate_collectives(program, axis, arguments)))
+        return results.to_blocks(results.as_trees(eliminate_collectives(program, self.replicas.axes, arguments)))
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `Backend.state_shardings`."""
@@ -67,25 +65,10 @@ class AutoShardedBackend(Backend):
 
     def _place_results(self, state: PyTree, outputs: PyTree) -> Results:
         is_state = bool(jax.tree.leaves(state))
-        new_state = _constrain(state, self.state_shardings(state, is_state))
-        return new_state, _constrain(outputs, self.input_shardings(outputs))
+        new_state = constrain(state, self.state_shardings(state, is_state))
+        return new_state, constrain(outputs, self.input_shardings(outputs))
 
     def _constrain_batch(self, item: Any) -> PyTree:
         if isinstance(item, PerReplica):
-            return _constrain(item, self.input_shardings(item))
+            return constrain(item, self.input_shardings(item))
         return getattr(item, "tree", item)
-
-
-def _constrain(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
-    """Returns the traced `tree` with the sharding and the memory of each leaf fixed."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(_constrain_leaf, leaves, shardings))
-
-
-def _constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
-    if sharding.memory_kind != HOST_MEMORY:
-        return lax.with_sharding_constraint(to_device_memory(x), sharding)
-    # First the sharding and then the memory, so that each device copies its part.
-    return jax.device_put(
-        lax.with_sharding_constraint(to_device_memory(x), sharding.with_memory_kind("device")), sharding
-    )

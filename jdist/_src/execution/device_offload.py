@@ -5,10 +5,10 @@ from typing import final
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import Replicas, replicated_sharding
+from jdist._src.devices.mesh import Replicas, mesh_of_replicas, replicated_sharding
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.cpu_stages import DonatedMemory
 from jdist._src.execution.placement_stages import Storage
@@ -31,7 +31,7 @@ class DeviceOffloadBackend(ShardMapBackend):
     def __init__(self, replicas: Replicas, state_sharding: StateSharding, device: jax.Device):
         super().__init__(replicas)
         self._rules = self.state_sharding = state_sharding
-        self._storage = replicated_sharding(Mesh(np.array([device]), replicas.mesh.axis_names))
+        self._storage = replicated_sharding(mesh_of_replicas(np.array([device]), ()))
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `Backend.state_shardings`."""

@@ -1,15 +1,20 @@
 """Stages of programs that place results or store the state in another memory or on another device."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax import lax
+from jax.sharding import NamedSharding
 
 from jdist._src.core.tree import PyTree
+from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import run_held_back
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results, Traced, TraceFn
 from jdist._src.values.array_checks import is_device_array
+from jdist._src.values.array_copies import to_device_memory
 
 
 class PlacedResults(Stage):
@@ -66,3 +71,18 @@ class Storage(Stage):
             return run_held_back(call_and_store)
 
         return call_on_mesh
+
+
+def constrain(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
+    """Returns the traced `tree` with the sharding and the memory of each leaf fixed."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(_constrain_leaf, leaves, shardings))
+
+
+def _constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
+    if sharding.memory_kind != HOST_MEMORY:
+        return lax.with_sharding_constraint(to_device_memory(x), sharding)
+    # First the sharding and then the memory, so that each device copies its part.
+    return jax.device_put(
+        lax.with_sharding_constraint(to_device_memory(x), sharding.with_memory_kind("device")), sharding
+    )

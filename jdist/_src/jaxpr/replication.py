@@ -14,6 +14,9 @@ The analysis is sound: it never calls a value replicated that can differ, provid
 `pure_callback` is pure, and that the memory of `jnp.empty` is written before it is read.
 A collective below a predicate that varies along the collective's own axis would wait forever: it is an error. So is a
 `ppermute` below a predicate that varies along any axis, because it waits for all devices of the mesh on CPU.
+
+In the body of a `shard_map` in the replica function, the axes of this `shard_map` are followed too: a block of an operand that
+is split along an axis varies along it. The results are one value per replica again, so the proof is about replicas only.
 """
 
 import contextlib
@@ -225,7 +228,7 @@ class _Analysis(Interpreter[Variation]):
     """
 
     def __init__(self, axes: frozenset[str]):
-        self._axes = axes
+        self._replica_axes = self._axes = axes
         self._control: Variation = REPLICATED  # why replicas may not all run the current equation
         self.marked_sums: dict[int, tuple[Equation, Jaxpr, bool]] = {}
         self.sums: dict[int, tuple[Equation, bool]] = {}
@@ -245,7 +248,17 @@ class _Analysis(Interpreter[Variation]):
         return _RULES.get(name, _Analysis._other)(self, equation, operands)
 
     def call(self, equation: Equation, body: Function[Variation], operands: list[Variation]) -> list[Variation]:
-        return body(operands)  # sound, because no other jaxpr of the equation is run
+        new_axes = jax_compat.manual_axes(equation)
+        if not new_axes:
+            return body(operands)  # sound, because no other jaxpr of the equation is run
+        outer_axes, self._axes = self._axes, self._axes | new_axes
+        splits = zip(operands, jax_compat.split_axes(equation), strict=True)
+        blocks = [value | dict.fromkeys(new_axes & axes, Cause(equation)) for value, axes in splits]
+        try:
+            results = body(blocks)
+        finally:
+            self._axes = outer_axes
+        return [{axis: cause for axis, cause in value.items() if axis in outer_axes} for value in results]
 
     def switch(
         self,
@@ -309,7 +322,7 @@ class _Analysis(Interpreter[Variation]):
             return self._other(equation, operands)
         named = self._axes & jax_compat.contents(equation).names
         self._check_all_arrive(equation, named)
-        if named and equation.primitive.name == "psum":
+        if named & self._replica_axes and equation.primitive.name == "psum":
             self.sums[id(equation)] = equation, any(operands)
         return [
             _propagate(equation, {axis: cause for axis, cause in value.items() if axis not in named})
@@ -349,14 +362,17 @@ class _Analysis(Interpreter[Variation]):
         )
         if axis is None:
             return
-        reason = "waits for every replica"
+        one, those, fix = "replica", "replicas", "`jdist.all_reduce` it"
+        if axis not in self._replica_axes:
+            one, those, fix = f"device along {axis!r}", f"devices along {axis!r}", f'`jax.lax.psum(x, "{axis}")`'
+        reason = f"waits for every {one}"
         if axis not in named:
-            reason = f"over {', '.join(sorted(named))} waits for every replica, also along {axis} (XLA does on CPU)"
+            reason = f"over {', '.join(sorted(named))} waits for every {one}, also along {axis} (XLA does on CPU)"
         raise DivergentCollectiveError(
-            f"{name} at {source_lines.equation_frame(equation)} {reason}, but some replicas may not reach it: the "
-            "predicate above it may differ between replicas.\n"
+            f"{name} at {source_lines.equation_frame(equation)} {reason}, but some {those} may not reach it: the "
+            f"predicate above it may differ between {those}.\n"
             f"  It may differ because of\n    {explain_cause(self._control[axis])}\n"
-            "  Make the predicate the same on every replica (`jdist.all_reduce` it), or move the collective out of the "
+            f"  Make the predicate the same on every {one} ({fix}), or move the collective out of the "
             "branch or loop."
         )
 

@@ -1,4 +1,4 @@
-"""Removes collectives over a size-one mesh axis from a jaxpr.
+"""Removes collectives over mesh axes of size one from a jaxpr.
 
 The auto-sharded backend traces a step with an axis `"replica"` of size one, so that the replication analysis applies. The axis
 does not exist in a program that spans all devices, so the jaxpr is traced anew without it, including called jaxprs, branches
@@ -18,33 +18,34 @@ from jdist._src.jaxpr.interpreter import Evaluator, uses_axes
 from jdist._src.jaxpr.primitives import IDENTITY_ON_ONE, RESHAPE_ON_ONE
 
 
-def eliminate_collectives(program: Any, axis: str, arguments: Sequence[Any]) -> list[Any]:
-    """Returns the results of a closed jaxpr for `arguments`, without its collectives over `axis`, which has size one."""
-    evaluator = _WithoutAxis(axis)
+def eliminate_collectives(program: Any, axes: Sequence[str], arguments: Sequence[Any]) -> list[Any]:
+    """Returns the results of a closed jaxpr for `arguments`, without its collectives over `axes`, each of size one."""
+    evaluator = _WithoutAxes(frozenset(axes))
     evaluate = lambda *arguments: evaluator.run(program.jaxpr, program.consts, arguments)
-    rewritten = jax.make_jaxpr(evaluate, axis_env=[(axis, 1)])(*arguments)
+    rewritten = jax.make_jaxpr(evaluate, axis_env=[(axis, 1) for axis in axes])(*arguments)
     run = jax_compat.jaxpr_function(rewritten)
-    if not any(uses_axes(equation, frozenset((axis,))) for equation in rewritten.jaxpr.eqns):
+    if not any(uses_axes(equation, frozenset(axes)) for equation in rewritten.jaxpr.eqns):
         return run(*arguments)
     # JAX's own batching rules remove the remaining collectives.
-    rows = jax.vmap(run, in_axes=None, axis_name=axis, axis_size=1)(*arguments)
-    return [lax.squeeze(row, (0,)) for row in rows]
+    for axis in axes:
+        run = jax.vmap(run, in_axes=None, axis_name=axis, axis_size=1)
+    return [lax.squeeze(row, tuple(range(len(axes)))) for row in run(*arguments)]
 
 
-class _WithoutAxis(Evaluator):
-    """Evaluates jaxprs without collectives over an axis of size one."""
+class _WithoutAxes(Evaluator):
+    """Evaluates jaxprs without collectives over axes of size one."""
 
-    def __init__(self, axis: str):
-        self._axis = axis
+    def __init__(self, axes: frozenset[str]):
+        self._axes = axes
 
     def enters(self, equation: Equation) -> bool:
-        return equation.primitive.name != "shard_map" and uses_axes(equation, frozenset((self._axis,)))
+        return equation.primitive.name != "shard_map" and uses_axes(equation, self._axes)
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
         names = jax_compat.contents(equation).names
-        rule = _RULES.get(equation.primitive.name) if self._axis in names else None
+        rule = _RULES.get(equation.primitive.name) if self._axes & names else None
         # A collective over further axes, or over a dimension that `jax.vmap` batched, is left to JAX.
-        is_alone = names <= {self._axis} and not jax_compat.has_positional_axes(equation)
+        is_alone = names <= self._axes and not jax_compat.has_positional_axes(equation)
         if rule is None or not is_alone:
             return super().primitive(jaxpr, equation, operands)
         return rule(equation, operands)

@@ -261,7 +261,7 @@ def _look_up(step: PartitionedStep) -> tuple[list[int], Callable[[Sequence[Any]]
     def look_up(inputs: Sequence[Any]) -> list[LookedUpRows]:
         env = {**step.constants, **{step.inputs[i]: x for i, x in zip(numbers, inputs, strict=True)}}
         operands = [env[var] for var in part.inputs]
-        indices = iter(eliminate_collectives(jax_compat.close_jaxpr(part.program), step.axis, operands))
+        indices = iter(eliminate_collectives(jax_compat.close_jaxpr(part.program), [step.axis], operands))
         return [
             looked_up_rows([next(indices) for _ in table.indices], jax_compat.shape_of(table.var)[0])
             for table in step.tables
@@ -332,7 +332,7 @@ def _worker(
             program = _traced(evaluator, program, operands, step.axis)
         program = _traced(_KeyEvaluator(num_in_flight), program, operands, step.axis)
         env.update({table.var: one.looked_up.numbers for table, one in zip(step.tables, pulled, strict=True)})
-        env.update(zip(part.outputs, eliminate_collectives(program, step.axis, operands), strict=True))
+        env.update(zip(part.outputs, eliminate_collectives(program, [step.axis], operands), strict=True))
         sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in sent_values]
         values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outputs]
         shaped = [jnp.reshape(x, shape.shape) for x, shape in zip(values, step.output_shapes, strict=True)]

@@ -11,7 +11,7 @@ import jax
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, one_line
-from jdist._src.devices.mesh import Replicas, replica_mesh
+from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh
 from jdist._src.parameter_server.backend import ParameterServerBackend
 from jdist._src.parameter_server.engine import Engine, NonFinite, WorkerProgress
 from jdist._src.parameter_server.event_log import THREADS_VARIABLE, is_replay
@@ -64,6 +64,7 @@ class ParameterServerStrategy(Strategy):
             it: its step is the number of calls that the state contains.
         record: A file for the order in which workers start and updates are applied. `jdist replay FILE` runs the program again
             in this order, in one process, with bitwise equal results.
+        axis_name: The name of the replica axis in replica functions; see `MirroredStrategy`.
 
     Raises:
         RuntimeError: `workers` is a number, and this process is one of several: each would train a separate model.
@@ -100,6 +101,7 @@ class ParameterServerStrategy(Strategy):
         non_finite: NonFinite = "keep",
         snapshots: Checkpointer | None = None,
         record: str | os.PathLike[str] | None = None,
+        axis_name: str = REPLICA_AXIS,
     ):
         _check_choices(engine, non_finite, variable_partitioner, snapshots)
         num_servers = as_int("`servers`", servers, 1)
@@ -108,7 +110,9 @@ class ParameterServerStrategy(Strategy):
         listed = workers if isinstance(workers, (list, tuple)) else None
         check_own_devices("`ParameterServerStrategy`", listed, "ParameterServerStrategy(workers=jax.local_devices())")
         devices = _worker_devices(workers, engine)
-        replicas = Replicas.from_mesh(replica_mesh(devices[:1]))
+        replicas = Replicas.from_mesh(
+            replica_mesh(devices[:1], axis_name), axis_name=None if axis_name == REPLICA_AXIS else axis_name
+        )
         host_sharding, tests_finite = replicas.replicated_sharding, non_finite != "keep"
         self._cluster: RayCluster | None = None
         if engine == "ray" and not is_replay(path):
@@ -132,6 +136,7 @@ class ParameterServerStrategy(Strategy):
             "non_finite": non_finite,
             "snapshots": snapshots,
             "record": None if record is None else str(record),
+            "axis_name": axis_name,
         }
         backend = ParameterServerBackend(replicas, self._engine, self._num_shards, snapshots)
         super().__init__(backend, arguments=arguments)

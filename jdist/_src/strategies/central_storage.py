@@ -41,6 +41,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: Where the state is stored: `"host"` for host memory, or, between steps, one device by name
             (`"cpu:0"`). In that case all compute devices update the state, and one copy is stored.
         offload: `"all"` of the state, or only the state of the `"optimizer"`: then the parameters stay on the compute devices.
+        axis_name: The name of the replica axis in replica functions; see `MirroredStrategy`.
 
     Raises:
         RuntimeError: `compute_devices` is omitted, and this process is one of several: each would train a separate model.
@@ -60,6 +61,7 @@ class CentralStorageStrategy(Strategy):
         *,
         parameter_device: jax.Device | str = "host",
         offload: _Offload = "all",
+        axis_name: str = REPLICA_AXIS,
     ):
         if offload not in get_args(_Offload):
             raise ValueError(f'`offload` is "all" or "optimizer", got {one_line(offload)}.')
@@ -67,12 +69,12 @@ class CentralStorageStrategy(Strategy):
         check_own_devices(
             "`CentralStorageStrategy`", compute_devices, line("jax.local_devices()"), line("jax.devices()")
         )
-        mesh, ops, options = resolve_communication(replica_mesh(compute_devices), None, None, False)
-        replicas = Replicas.from_mesh(mesh)
+        mesh, ops, options = resolve_communication(replica_mesh(compute_devices, axis_name), None, None, False)
+        replicas = Replicas.from_mesh(mesh, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
         platform = mesh.devices.flat[0].platform
         # Between the memories of a TPU and its host, the compiler copies parts of arrays only in complete tiles.
         tile = (8, 128) if platform == "tpu" and parameter_device == "host" else ()
-        rules = StateSharding(mesh, REPLICA_AXIS, "all" if offload == "all" else "optimizer", {}, tile)
+        rules = StateSharding(mesh, axis_name, "all" if offload == "all" else "optimizer", {}, tile)
         if parameter_device == "host":
             check_host_memory(mesh, 'Otherwise name a device: `parameter_device="cpu:0"`.')
             storage = "host"
@@ -89,6 +91,7 @@ class CentralStorageStrategy(Strategy):
             "compute_devices": list(mesh.devices.flat),
             "parameter_device": storage,
             "offload": offload,
+            "axis_name": axis_name,
         }
         super().__init__(backend, ops, options, arguments=arguments)
         self._on_mesh = backend.to_mesh

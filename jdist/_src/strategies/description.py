@@ -18,7 +18,7 @@ from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import leaves_with_path, to_array_tree
 from jdist._src.core.rendering import facts_table, html_of, rows_table, text_of
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
-from jdist._src.devices.mesh import Replicas
+from jdist._src.devices.mesh import Replicas, num_replica_devices
 from jdist._src.execution.backend import Backend
 from jdist._src.strategies.mesh_drawing import WIDTH, draw_mesh
 from jdist._src.values.array_checks import is_device_array
@@ -263,7 +263,9 @@ def _is_unsplit(rules: StateSharding, leaf: StateLeaf, sharding: NamedSharding) 
     """Whether `rules` would split the leaf over their axis if a dim were divisible. Scalars and keys are never split."""
     is_key = jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
     is_selected = (leaf.is_optimizer or rules.shard == "all") and math.prod(leaf.shape) > 1 and not is_key
-    is_on_mesh = rules.mesh.shape[rules.axis] > 1 and len(sharding.device_set) == rules.mesh.size
+    is_on_mesh = (
+        rules.axis is not None and rules.mesh.shape[rules.axis] > 1 and len(sharding.device_set) == rules.mesh.size
+    )
     return is_selected and is_on_mesh and all(rules.axis not in _axis_names(entry) for entry in sharding.spec)
 
 
@@ -271,7 +273,7 @@ def _unsplit_note(rules: StateSharding, paths: Sequence[str]) -> str:
     leaves = "1 leaf is" if len(paths) == 1 else f"{len(paths):,} leaves are"
     dim = "no dim that `layout` leaves unsplit" if rules.patterns else "no dim"
     names = paths if len(paths) <= 6 else list(dict.fromkeys(map(numberless, paths)))
-    parts = rules.mesh.shape[rules.axis]
+    parts = rules.mesh.shape[str(rules.axis)]
     return f"{leaves} not split over {rules.axis!r}, because {dim} is divisible by {parts}: {listed(names, 6)}."
 
 
@@ -372,6 +374,8 @@ def _facts(replicas: Replicas) -> dict[str, str]:
         ids_by_process.setdefault(device.process_index, []).append(device.id)
     owners = listed([f"process {process} has {_ranges(ids)}" for process, ids in ids_by_process.items()], 8, "; ")
     placement = "over all devices" if replicas.batch_axes else "one per device"
+    if replicas.model_axes:
+        placement = f"one per {replicas.mesh.size // num_replica_devices(replicas.mesh)} devices"
     if replicas.virtual:
         placement = f"virtual, at most {replicas.max_per_device} per device"
     return {

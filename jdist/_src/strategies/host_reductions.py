@@ -22,7 +22,7 @@ from jdist._src.values.device_put import check_same_devices, check_wrapper
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
-from jdist._src.values.replica_rows import EXTREMES, Shape, Shapes, join_rows, reduce_rows
+from jdist._src.values.replica_rows import EXTREMES, Shape, Shapes, join_rows, local_shards, reduce_rows
 from jdist._src.values.row_slices import RowSlices, is_row_slices
 
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, **EXTREMES}
@@ -224,7 +224,7 @@ def _local_values(node: Any, replicas: Replicas) -> Sequence[PyTree]:
 
 def _copies(x: jax.Array, replicas: Replicas) -> Sequence[jax.Array]:
     """Returns the copy of a replicated array on the device of each replica of this process."""
-    if replicas.batch_axes:
-        return [x]
+    if replicas.batch_axes or replicas.model_axes:
+        return local_shards(x)
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     return [shards[device] for device in replicas.local_devices.values()]

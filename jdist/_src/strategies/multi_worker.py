@@ -1,21 +1,23 @@
 """`MultiWorkerMirroredStrategy`: one replica per device of several processes, each with a full copy of the state."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import final
 
 import jax
+from jax.sharding import Mesh
 
 from jdist._src.cluster.resolution import resolve
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
 from jdist._src.cluster.traces import warn_of_unresolved_variables
-from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, resolve_communication
+from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps
 from jdist._src.core.jax_compat import has_backend
 from jdist._src.core.tree import one_line
-from jdist._src.devices.mesh import Replicas, replica_mesh
-from jdist._src.execution.shard_map import ShardMapBackend
-from jdist._src.execution.virtual import VirtualBackend
+from jdist._src.devices.mesh import REPLICA_AXIS, model_mesh, replica_mesh
 from jdist._src.faults.time_limit import time_limit
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.replica_backend import replica_backend
+from jdist._src.values.state_sharding import Layout
 
 
 @final
@@ -39,6 +41,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: Which leaves are reduced together: `CommunicationOptions(bytes_per_pack)`.
         virtual_replicas: The number of replicas, if it should not be the number of devices, see `MirroredStrategy`. A multiple
             of the number of devices.
+        axis_name: The name of the replica axis in replica functions, see `MirroredStrategy`.
+        mesh: The devices of all processes with the axis of the replicas first, or the sizes of its axes,
+            `{"replica": -1, "model": 2}`; see `MirroredStrategy`.
+        layout: The partition of parameters over the model axes of `mesh`; see `MirroredStrategy`.
 
     Raises:
         RuntimeError: JAX has started before the processes joined; a process is missing, or runs another program, or has another
@@ -60,21 +66,24 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
         virtual_replicas: int | None = None,
+        axis_name: str = REPLICA_AXIS,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        layout: Layout | None = None,
     ):
         resolver = join_cluster(cluster_resolver)
         devices = start_devices()
-        _check_equal_counts(devices)
-        mesh, ops, options = resolve_communication(
-            replica_mesh(devices), cross_device_ops, communication_options, virtual_replicas is not None
-        )
-        replicas = Replicas.from_mesh(mesh, virtual_replicas)
-        # Without the resolver: it identifies this process, and another process may read the pickle.
+        grid = replica_mesh(devices, axis_name) if mesh is None else model_mesh(mesh, devices, axis_name)
+        _check_equal_counts(list(grid.devices.flat))
         arguments = {
             "cross_device_ops": cross_device_ops,
             "communication_options": communication_options,
             "virtual_replicas": virtual_replicas,
+            "axis_name": axis_name,
+            "layout": layout,
         }
-        backend = VirtualBackend(replicas) if replicas.virtual else ShardMapBackend(replicas)
+        backend, ops, options = replica_backend(grid, **arguments)
+        # Without the resolver: it identifies this process, and another process may read the pickle.
+        arguments["mesh"] = dict(mesh) if isinstance(mesh, Mapping) else mesh
         super().__init__(backend, ops, options, arguments=arguments, cluster_resolver=resolver)
 
 

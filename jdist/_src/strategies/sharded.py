@@ -1,19 +1,24 @@
 """`ShardedStrategy`: one replica over many devices, with the state split over them."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Literal, final
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from jdist._src.core.tree import one_line
-from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, check_axis_name, check_host_memory
+from jdist._src.devices.mesh import (
+    REPLICA_AXIS,
+    Replicas,
+    check_auto_axes,
+    check_axis_name,
+    check_host_memory,
+)
 from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.own_devices import check_own_devices
-from jdist._src.values.state_sharding import Shard, StateSharding
+from jdist._src.values.state_sharding import Layout, Shard, StateSharding, check_layout
 
 _DATA_AXIS = "data"
 _OTHER_NAMES = {
@@ -78,7 +83,7 @@ class ShardedStrategy(Strategy):
         *,
         mesh: Mesh | None = None,
         model_axis: str | None = None,
-        layout: Mapping[str, PartitionSpec] | None = None,
+        layout: Layout | None = None,
         offload: Literal["optimizer"] | None = None,
         axis_name: str = REPLICA_AXIS,
     ):
@@ -88,8 +93,7 @@ class ShardedStrategy(Strategy):
             check_own_devices("`ShardedStrategy`", None, line("jax.local_devices()"), line("jax.devices()"))
             mesh = Mesh(np.array(jax.local_devices()), (_DATA_AXIS,), axis_types=(AxisType.Auto,))
         _check_mesh(mesh, model_axis, axis_name)
-        if not isinstance(layout, Mapping | None):
-            raise TypeError(f"`layout` maps patterns to `PartitionSpec`s, got {type(layout).__name__}.")
+        check_layout(layout)
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
         replicas = Replicas(mesh, 1, batch_axes=batch_axes, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
         arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout, "axis_name": axis_name}
@@ -160,13 +164,4 @@ def _check_mesh(mesh: Mesh, model_axis: str | None, axis_name: str) -> None:
             f"The mesh has the axes {names}, and none of them is for the batch. Add one, of size 1 if necessary: "
             f'`Mesh(devices.reshape(1, -1), ("data", {model_axis!r}))`.'
         )
-    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
-        types = ", ".join(
-            f"{name!r}: {axis_type.name}" for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        )
-        raise ValueError(
-            f"The mesh has the axis types {types}, and `ShardedStrategy` needs `Auto`: XLA partitions the step, which "
-            "JAX refuses for explicit axes where the sharding of a result is ambiguous. Write "
-            "`mesh=jax.sharding.Mesh(mesh.devices, mesh.axis_names)`; `jax.make_mesh` creates explicit axes unless "
-            "`axis_types=` is `Auto`."
-        )
+    check_auto_axes(mesh, "`ShardedStrategy`")

@@ -1,5 +1,6 @@
 """`TPUStrategy`: one replica per TPU core, on attached TPUs or on the topology devices of a named topology."""
 
+from collections.abc import Mapping
 from typing import final
 
 import jax
@@ -7,13 +8,21 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist._src.cluster.resolver import ClusterResolver
-from jdist._src.collectives.cross_device_ops import resolve_communication
 from jdist._src.core.tree import one_line
-from jdist._src.devices.mesh import GROUP_AXIS, REPLICA_AXIS, Replicas
+from jdist._src.devices.mesh import (
+    GROUP_AXIS,
+    REPLICA_AXIS,
+    check_axis_name,
+    check_mesh_argument,
+    mesh_of_replicas,
+    model_mesh,
+    resolved_sizes,
+)
 from jdist._src.devices.topology import topology_devices
-from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.multi_worker import start_devices
+from jdist._src.strategies.replica_backend import replica_backend
+from jdist._src.values.state_sharding import Layout
 
 
 @final
@@ -32,6 +41,11 @@ class TPUStrategy(Strategy):
         topology: The generation and shape of a slice without hardware: `"v5e:4x4"`. The strategy then compiles programs for it
             with the TPU compiler (`compile`), and cannot run them.
         num_slices: The number of slices of `topology`.
+        axis_name: The name of the replica axis in replica functions, see `MirroredStrategy`. The cores of several slices are
+            then along this one axis.
+        mesh: The sizes of the axes of a mesh of all cores, `{"replica": -1, "model": 4}`: a replica is a group of neighbouring
+            cores of a slice, see `MirroredStrategy`. Or a mesh with the axis of the replicas first.
+        layout: The partition of parameters over the model axes of `mesh`; see `MirroredStrategy`.
 
     Raises:
         RuntimeError: There is no TPU; the message lists the devices that exist.
@@ -56,6 +70,9 @@ class TPUStrategy(Strategy):
         *,
         topology: str | None = None,
         num_slices: int = 1,
+        axis_name: str = REPLICA_AXIS,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        layout: Layout | None = None,
     ):
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise TypeError(
@@ -74,10 +91,20 @@ class TPUStrategy(Strategy):
             if cluster_resolver is not None:
                 cluster_resolver.initialize()
             devices = _attached_tpus()
-        mesh, ops, options = resolve_communication(_mesh(devices), None, None, False)
+        check_axis_name(axis_name)
+        if isinstance(mesh, Mesh):
+            grid = model_mesh(mesh, devices, axis_name)
+        else:
+            grid = _mesh(devices, {axis_name: -1} if mesh is None else check_mesh_argument(mesh, axis_name), axis_name)
+        backend, ops, options = replica_backend(grid, axis_name=axis_name, layout=layout)
         # Without the resolver: it identifies this process, and another process may read the pickle.
-        arguments = {"topology": topology, "num_slices": num_slices}
-        backend = ShardMapBackend(Replicas.from_mesh(mesh))
+        arguments = {
+            "topology": topology,
+            "num_slices": num_slices,
+            "axis_name": axis_name,
+            "mesh": dict(mesh) if isinstance(mesh, Mapping) else mesh,
+            "layout": layout,
+        }
         super().__init__(backend, ops, options, arguments=arguments, cluster_resolver=cluster_resolver)
 
 
@@ -94,20 +121,26 @@ def _attached_tpus() -> list[jax.Device]:
         ) from error
 
 
-def _mesh(devices: list[jax.Device]) -> Mesh:
-    """Returns a mesh of the devices in the order of `mesh_utils`, with one row per slice."""
+def _mesh(devices: list[jax.Device], sizes: Mapping[str, int], axis_name: str) -> Mesh:
+    """Returns a mesh of the devices in the order of `mesh_utils`, with a row per slice if all axes have their default names."""
     from jax.experimental import mesh_utils
 
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
-    slice_size = len(devices) // num_slices
+    num_replicas, *model_sizes = shape = resolved_sizes(sizes, len(devices))
+    if num_replicas % num_slices:
+        raise ValueError(
+            f"`mesh={dict(sizes)}` has {num_replicas} replicas on {num_slices} slices, so a replica would span slices. Choose "
+            f"a multiple of {num_slices} replicas."
+        )
     cores = {getattr(device, "core_on_chip", 0) for device in devices}
     if devices[0].device_kind == "TPU v4" and len(cores) > 1:
         grid = np.array(devices)  # topology devices are cores here, and `mesh_utils` expects one device per chip
     elif num_slices == 1:
-        grid = np.asarray(mesh_utils.create_device_mesh((slice_size,), devices))
+        grid = np.asarray(mesh_utils.create_device_mesh(shape, devices))
     else:
-        grid = np.asarray(mesh_utils.create_hybrid_device_mesh((1, slice_size), (num_slices, 1), devices))
-    if num_slices == 1:
-        return Mesh(grid.reshape(slice_size), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
-    shape, axes = (num_slices, slice_size), (GROUP_AXIS, REPLICA_AXIS)
-    return Mesh(grid.reshape(shape), axes, axis_types=(AxisType.Auto,) * 2)
+        slice_shape, slices = (num_replicas // num_slices, *model_sizes), (num_slices, *[1] * len(model_sizes))
+        grid = np.asarray(mesh_utils.create_hybrid_device_mesh(slice_shape, slices, devices))
+    if num_slices == 1 or axis_name != REPLICA_AXIS or model_sizes:
+        return mesh_of_replicas(grid.reshape(shape), list(sizes)[1:], axis_name)
+    axes = (GROUP_AXIS, REPLICA_AXIS)
+    return Mesh(grid.reshape(num_slices, -1), axes, axis_types=(AxisType.Auto,) * 2)

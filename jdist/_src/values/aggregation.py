@@ -9,8 +9,8 @@ import numpy as np
 
 from jdist._src.core.arguments import enum_member
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
-from jdist._src.devices.mesh import replicated_sharding
-from jdist._src.values.array_checks import check_range, is_on_mesh, mesh_of
+from jdist._src.devices.mesh import row_sharding
+from jdist._src.values.array_checks import check_range, is_on_mesh
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 from jdist._src.values.replica_rows import first_row, reduce_rows
 
@@ -92,7 +92,7 @@ def check_mean(name: str, tree: PyTree) -> None:
 def aggregate_rows(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:
     """Returns the aggregation of the replicas' rows `[replica, ...]`, replicated on the devices of `rows`."""
     check_range(name, rows)
-    sharding = replicated_sharding(mesh_of(rows)) if is_on_mesh(rows) else None
+    sharding = row_sharding(rows.sharding) if is_on_mesh(rows) else None  # pyright: ignore[reportArgumentType]
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return first_row(rows, sharding)
     op = ReduceOp.of(aggregation.name)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import HOST_MEMORY, replicated_sharding, spans_devices
+from jdist._src.devices.mesh import HOST_MEMORY, has_model_axes, replicated_sharding, spans_devices
 from jdist._src.values.array_checks import is_device_array, is_in_host_memory, is_on_mesh, mesh_of
 from jdist._src.values.remote_array import materialize
 
@@ -92,9 +92,9 @@ def call_donating(fn: Callable[..., T], donated: PyTree, *args: Any) -> T:
 
 
 def fully_replicated(x: jax.Array) -> jax.Array:
-    """Returns `x` replicated in device memory; `x` itself if one replica spans the devices of its mesh."""
+    """Returns `x` replicated in device memory; `x` itself if one replica spans several devices of its mesh."""
     x = materialize(x)
-    if not is_on_mesh(x) or spans_devices(mesh_of(x)):
+    if not is_on_mesh(x) or spans_devices(mesh_of(x)) or has_model_axes(mesh_of(x)):
         return x
     if x.is_fully_replicated and x.sharding.memory_kind != HOST_MEMORY:
         return x

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, named_leaves, one_line, short_line
-from jdist._src.devices.mesh import spans_devices
+from jdist._src.devices.mesh import num_replica_devices
 from jdist._src.values.array_checks import check_array, is_on_mesh, mesh_of
 from jdist._src.values.remote_array import materialize
 
@@ -159,7 +159,7 @@ class DistributedValues(abc.ABC):
         is_per_replica = False
         if isinstance(value, DistributedValues):
             mesh = mesh_of(leaves[0][1])
-            num_replicas = len(leaves[0][1]) if self._is_stacked else 1 if spans_devices(mesh) else mesh.size
+            num_replicas = len(leaves[0][1]) if self._is_stacked else num_replica_devices(mesh)
             for name, leaf in named_leaves(f"`{method}`: the new value", value.tree):
                 value._check_leaf(name, leaf, num_replicas)
             value, is_per_replica = value._assign_source(self._is_stacked)

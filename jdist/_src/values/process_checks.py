@@ -29,7 +29,8 @@ def check_same_on_processes(
         replicas: The replicas.
         error: The error with which the call fails on this process. It is raised; on the other processes, a ValueError names it.
     """
-    replicas = Replicas(replicas.mesh, replicas.mesh.size) if replicas.batch_axes else replicas
+    if replicas.batch_axes or replicas.model_axes:
+        replicas = replicas.per_device
     num_local = len(replicas.local_devices)
     if num_local < replicas.size:
         kinds_crc = zlib.crc32(repr(error or [(name, kind) for name, kind, _ in leaves]).encode())
@@ -80,13 +81,13 @@ def put_local_rows(arrays: Sequence[Any], replicas: Replicas) -> jax.Array:
     if not replicas.per_replica_axes:
         rows = jnp.stack(arrays)
         return device_put_copy(rows, replicas.batch_sharding(rows.shape))
-    per_device, devices = replicas.max_per_device, list(replicas.local_devices.values())[:: replicas.max_per_device]
-    starts = range(0, len(arrays), per_device)
-    blocks = [arrays[i][None] if per_device == 1 else jnp.stack(arrays[i : i + per_device]) for i in starts]
-    placed = [jax.device_put(block, device) for block, device in zip(blocks, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(
-        (replicas.size, *placed[0].shape[1:]), replicas.per_replica_sharding, placed
-    )
+    sharding, slots = replicas.per_replica_sharding, {number: i for i, number in enumerate(replicas.local_devices)}
+    placed: list[jax.Array] = []
+    for device, (index,) in sharding.addressable_devices_indices_map((replicas.size,)).items():  # pyright: ignore
+        first, last, _ = index.indices(replicas.size)
+        rows = arrays[slots[first] : slots[first] + last - first]
+        placed.append(jax.device_put(rows[0][None] if len(rows) == 1 else jnp.stack(rows), device))
+    return jax.make_array_from_single_device_arrays((replicas.size, *placed[0].shape[1:]), sharding, placed)
 
 
 def _bytes(leaf: Any) -> bytes:

@@ -6,16 +6,23 @@ of each row without padding.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
-from jdist._src.devices.mesh import Replicas, local_mesh_devices, spans_devices
+from jdist._src.devices.mesh import (
+    Replicas,
+    has_model_axes,
+    local_mesh_devices,
+    num_replica_devices,
+    replica_axes,
+    spans_devices,
+)
 from jdist._src.values.array_checks import is_on_mesh, mesh_of
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -24,17 +31,46 @@ Shapes: TypeAlias = tuple[Shape, ...]  # one shape per replica
 
 
 def local_shards(x: jax.Array) -> list[jax.Array]:
-    """Returns the shard of each replica of this process of an array on a mesh, in the order of the replicas."""
-    if spans_devices(mesh_of(x)):
+    """Returns the shard of each replica of this process of an array on a mesh, in the order of the replicas.
+
+    Where a replica is a group of devices, its shard is an array on these devices.
+    """
+    mesh = mesh_of(x)
+    if spans_devices(mesh):
         return [x]
     by_device = {shard.device: shard.data for shard in x.addressable_shards}
-    return [by_device[device] for device in local_mesh_devices(mesh_of(x)).values()]
+    if not has_model_axes(mesh):
+        return [by_device[device] for device in local_mesh_devices(mesh).values()]
+    dims, axes = PartitionSpec(*x.sharding.spec), replica_axes(mesh)  # pyright: ignore[reportAttributeAccessIssue]
+    is_split = bool(dims) and dims[0] in (axes, axes[-1])
+    shape = (x.shape[0] // num_replica_devices(mesh), *x.shape[1:]) if is_split else x.shape
+    spec = PartitionSpec(None, *dims[1:]) if is_split else dims
+    return [_on_group(mesh, number, shape, spec, by_device) for number in _local_groups(mesh)]
+
+
+def _local_groups(mesh: Mesh) -> list[int]:
+    """Returns the numbers of the groups of devices along the model axes that have a device of this process."""
+    return list(Replicas.from_mesh(mesh).local_devices)
+
+
+def _on_group(
+    mesh: Mesh, number: int, shape: Shape, spec: PartitionSpec, by_device: Mapping[jax.Device, jax.Array]
+) -> jax.Array:
+    """Returns an array on a group of devices of `mesh`, given the block of each device of this process."""
+    num_axes = len(replica_axes(mesh))
+    grid = mesh.devices.reshape(-1, *mesh.devices.shape[num_axes:])[number]
+    sharding = NamedSharding(Mesh(grid, mesh.axis_names[num_axes:], axis_types=mesh.axis_types[num_axes:]), spec)
+    blocks = [by_device[device] for device in grid.flat if device in by_device]
+    return jax.make_array_from_single_device_arrays(shape, sharding, blocks)
 
 
 def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
     """Returns the rows that this process holds, in the order of the replicas, each `[...]` without padding."""
     if is_on_mesh(x) and spans_devices(mesh_of(x)):
         numbers, rows = [0], [_first(x, None)]
+    elif is_on_mesh(x) and has_model_axes(mesh_of(x)):
+        numbers = Replicas(mesh_of(x), len(x)).local_devices
+        rows = [row for shard in local_shards(x) for row in shard]
     elif is_on_mesh(x):
         numbers = Replicas(mesh_of(x), len(x)).local_devices
         by_device = {shard.device: (shard.index[0].start or 0, shard.data) for shard in x.addressable_shards}

@@ -46,8 +46,15 @@ from jdist._src.values.base import is_distributed
 from jdist._src.values.replica_rows import Shape
 
 Shard: TypeAlias = Literal["optimizer", "gradients", "all"]
+Layout: TypeAlias = Mapping[str, PartitionSpec]
 _OPTIMIZER_KEYS = frozenset(("opt_state", "optimizer", "optimizer_state"))
 _SEPARATOR = "/"
+
+
+def check_layout(layout: object) -> None:
+    """Raises TypeError if the argument `layout` of a strategy is not a `Layout` or None."""
+    if not isinstance(layout, Mapping | None):
+        raise TypeError(f"`layout` maps patterns to `PartitionSpec`s, got {type(layout).__name__}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,21 +88,24 @@ class StateSharding:
 
     Attributes:
         mesh: The devices.
-        axis: The mesh axis over which ZeRO splits.
+        axis: The mesh axis over which ZeRO splits; None if it does not split.
         shard: The leaves that ZeRO splits: the optimizer's state, or all. `"gradients"` also splits the gradients.
         patterns: Maps regular expressions, searched in the paths of parameters (`params/dense/kernel`), to their
             `PartitionSpec`.
         tile: ZeRO splits the last dimensions only into multiples of these sizes.
         host_tile: None, or the sizes of which the last dimensions of a part of an optimizer's array must be multiples, for the
             array to be stored in host memory; `()` for all arrays.
+        replica_axes: The mesh axes over which the first dimension of a `[replica, ...]` leaf is split. A leaf is split over the
+            other axes of the mesh only.
     """
 
     mesh: Mesh
-    axis: str
+    axis: str | None
     shard: Shard
     patterns: Mapping[str, PartitionSpec]
     tile: Shape = ()
     host_tile: Shape | None = None
+    replica_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
@@ -113,17 +123,21 @@ class StateSharding:
                     f"`layout` has the pattern {pattern!r}, which is not a regular expression: {error}."
                 ) from None
             axes = _axes_of(spec)
-            unknown_axes = [axis for axis in axes if axis not in self.mesh.shape]
+            unknown_axes = [axis for axis in axes if axis not in self._split_axes]
             if unknown_axes:
                 raise ValueError(
                     f"`layout[{pattern!r}]` names the axis {unknown_axes[0]!r}, and the mesh has "
-                    f"{', '.join(self.mesh.axis_names)}."
+                    f"{', '.join(self._split_axes)}{' within a replica' if self.replica_axes else ''}."
                 )
             if len(set(axes)) < len(axes):
                 duplicate = next(axis for axis in axes if axes.count(axis) > 1)
                 raise ValueError(
                     f"`layout[{pattern!r}]` is {spec} and names the axis {duplicate!r} twice. Name each axis once."
                 )
+
+    @property
+    def _split_axes(self) -> list[str]:
+        return [axis for axis in self.mesh.axis_names if axis not in self.replica_axes]
 
     def shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """Returns the sharding of each leaf of `tree`.
@@ -141,7 +155,7 @@ class StateSharding:
         """
         leaves = state_leaves(tree)
         parameter_specs = self._parameter_specs(leaves, is_state)
-        if is_state and self.shard != "all":
+        if is_state and self.axis is not None and self.shard != "all":
             _warn_of_unrecognized_states(tree, leaves)
         parameter_of = _parameter_finder(leaves, parameter_specs)
         shardings: list[NamedSharding] = []
@@ -149,7 +163,8 @@ class StateSharding:
             path = parameter_of(leaf).path if leaf.is_optimizer else leaf.path
             spec = parameter_specs.get(path, PartitionSpec())
             spec = self._with_data_axis(leaf, spec) if leaf.is_optimizer or self.shard == "all" else spec
-            spec = PartitionSpec(None, *spec) if leaf.is_stacked and len(spec) else spec
+            if leaf.is_stacked and (len(spec) or self.replica_axes):
+                spec = PartitionSpec(self.replica_axes or None, *spec)
             sharding = NamedSharding(self.mesh, spec)
             shardings.append(sharding.with_memory_kind(HOST_MEMORY) if self._is_offloaded(leaf, sharding) else sharding)
         return shardings
@@ -165,7 +180,8 @@ class StateSharding:
     def is_split(self, tree: PyTree) -> list[bool]:
         """Returns for each leaf of `tree` whether `shard` includes it, and it is an array that is not varying."""
         return [
-            (leaf.is_optimizer or self.shard == "all")
+            self.axis is not None
+            and (leaf.is_optimizer or self.shard == "all")
             and not leaf.is_varying
             and bool(leaf.shape)
             and not _is_key(leaf.value)
@@ -233,7 +249,7 @@ class StateSharding:
 
     def _on_mesh(self, metadata: PartitionSpec) -> PartitionSpec:
         """Returns `metadata` without the names that are not axes of the mesh: these dimensions are not split."""
-        dims = [tuple(axis for axis in _axes_of([axes]) if axis in self.mesh.shape) for axes in metadata]
+        dims = [tuple(axis for axis in _axes_of([axes]) if axis in self._split_axes) for axes in metadata]
         return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in dims] if any(dims) else ())
 
     def _check_fit(self, source: str, spec: PartitionSpec, leaf: StateLeaf, fix: str) -> None:
@@ -252,7 +268,7 @@ class StateSharding:
 
     def _with_data_axis(self, leaf: StateLeaf, spec: PartitionSpec) -> PartitionSpec:
         """Returns `spec` with the largest remaining dim that is divisible split over the data axis."""
-        num_parts = self.mesh.shape[self.axis]
+        num_parts = 1 if self.axis is None else self.mesh.shape[self.axis]
         if num_parts == 1 or self.axis in _axes_of(spec) or _is_key(leaf.value):
             return spec
         dims = [*spec, *[None] * (len(leaf.shape) - len(spec))]
