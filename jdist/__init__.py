@@ -89,6 +89,7 @@ from jdist._src.replica.gradients import value_and_grad as value_and_grad
 from jdist._src.replica.losses import compute_average_loss as compute_average_loss
 from jdist._src.replica.losses import global_mean as global_mean
 from jdist._src.replica.losses import scale_regularization_loss as scale_regularization_loss
+from jdist._src.replica.pipeline import pipeline as pipeline
 from jdist._src.replica.precision import Precision as Precision
 from jdist._src.replica.random import example_key as example_key
 from jdist._src.replica.random import replica_key as replica_key
