@@ -221,7 +221,7 @@ def _gpipe(functions: _Functions, arrays: _Arrays, axis: str, num_devices: int) 
         results = jnp.sum(results) if functions.last_fn else jax.tree.map(lambda leaf: leaf[fill:], results)
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    return jax.tree.map(lambda leaf: leaf[-1], _map_devices(on_device, arrays, axis))
+    return jax.tree.map(lambda leaf: leaf[-1], _map_devices(on_device, arrays, axis, PartitionSpec(axis)))
 
 
 def _interleaved_loss(functions: _Functions, arrays: _Arrays, axis: str, num_devices: int) -> jax.Array:
@@ -319,12 +319,11 @@ def _one_forward_one_backward(
         loss, (stages, first, last) = carry[-1]
         # The gradients of `x` are on the first device, 2 (p - 1) ticks late, and those of `inputs` on the last one, p - 1.
         x_grads = jax.tree.map(lambda a, b: jnp.concatenate([a, b])[fill:], steady[0], drain[0])
-        stacked = jax.tree.map(lambda leaf: leaf[None], (loss, first, last, x_grads, steady[1]))
-        return stages, stacked
+        # Each is zero on the devices that do not compute it.
+        replicated = jax.tree.map(lambda leaf: lax.psum(leaf, axis), (loss, first, last, x_grads, steady[1]))
+        return stages, replicated
 
-    stages, (loss, first, last, x, inputs) = _map_devices(on_device, arrays, axis)
-    first, x = jax.tree.map(lambda leaf: leaf[0], (first, x))
-    loss, last, inputs = jax.tree.map(lambda leaf: leaf[-1], (loss, last, inputs))
+    stages, (loss, first, last, x, inputs) = _map_devices(on_device, arrays, axis, (PartitionSpec(axis), PartitionSpec()))
     return loss, jax.tree.leaves(_Arrays(stages, first, last, x, inputs, None))
 
 
@@ -350,12 +349,10 @@ def _loss_on_last(functions: _Functions, arrays: _Arrays, h: PyTree, index: Any,
     return lax.cond(is_last, loss, lambda *_: zero, arrays, h)
 
 
-def _map_devices(fn: Callable[[_Arrays], Any], arrays: _Arrays, axis: str) -> Any:
-    """Returns the results of `fn` on all devices along `axis`, concatenated along their first dimension."""
+def _map_devices(fn: Callable[[_Arrays], Any], arrays: _Arrays, axis: str, out_specs: Any) -> Any:
+    """Returns the results of `fn` on all devices along `axis`."""
     specs = _Arrays(*[PartitionSpec()] * len(arrays))._replace(stages=PartitionSpec(axis))
-    return jax.shard_map(
-        fn, in_specs=(specs,), out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
-    )(arrays)
+    return jax.shard_map(fn, in_specs=(specs,), out_specs=out_specs, axis_names={axis}, check_vma=False)(arrays)
 
 
 def _shift(tree: PyTree, axis: str, num_devices: int, step: int = 1) -> PyTree:
