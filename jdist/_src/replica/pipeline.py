@@ -1,4 +1,4 @@
-"""`pipeline`: stages of a model on the devices of one replica, one stage or several per device, and micro-batches between them."""
+"""`pipeline`: the stages of a model on the devices of one replica, which compute different micro-batches at the same time."""
 
 import functools
 from collections.abc import Callable
@@ -176,7 +176,7 @@ class _Functions(NamedTuple):
 def _sequential(functions: _Functions, arrays: _Arrays) -> PyTree:
     """Returns the mean loss, or the result of the last stage for each micro-batch, computed on one device."""
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # a loop does not need the barriers
     def micro_batch(arrays: _Arrays, index: Any) -> PyTree:
         h = functions.stages(arrays, functions.enter(arrays, arrays.x, index), index, 0)
         return h if functions.last_fn is None else functions.loss(arrays, h, arrays.inputs, index)
@@ -198,7 +198,7 @@ def _gpipe(functions: _Functions, arrays: _Arrays, axis: str, num_devices: int) 
     def on_device(arrays: _Arrays) -> PyTree:
         device = lax.axis_index(axis)
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)  # a loop does not need the barriers
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def compute(arrays: _Arrays, received: PyTree, t: Any) -> tuple[PyTree, Any]:
             h, index = _stages_on_device(functions, arrays, received, t - device, device)
             if functions.last_fn is None:
@@ -269,7 +269,9 @@ def _one_forward_one_backward(
 
         def backward(t: Any, cotangent: list[jax.Array], saved: PyTree, sums: PyTree) -> Any:
             number = t - 2 * fill + device
-            parts = params._replace(x=_micro_batch(arrays.x, t - 2 * fill), inputs=_micro_batch(arrays.inputs, t - fill))
+            parts = params._replace(
+                x=_micro_batch(arrays.x, t - 2 * fill), inputs=_micro_batch(arrays.inputs, t - fill)
+            )
             received = jax.tree.map(lambda ring: ring[number % num_saved], saved)
             leaves, others, merge = _split_inexact((parts, received))
 
@@ -300,9 +302,7 @@ def _one_forward_one_backward(
             return backward_tick(forward_tick(carry, t)[0], t)
 
         h = jax.eval_shape(lambda arrays: functions.enter(arrays, _micro_batch(arrays.x, 0), 0), arrays)
-        loss = jax.eval_shape(
-            lambda arrays, h: functions.loss(arrays, h, _micro_batch(arrays.inputs, 0), 0), arrays, h
-        )
+        loss = jax.eval_shape(lambda arrays, h: functions.loss(arrays, h, _micro_batch(arrays.inputs, 0), 0), arrays, h)
         zeros = lambda leaf, *shape: jnp.zeros((*shape, *leaf.shape), leaf.dtype)
         wide_zeros = lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
         param_sums = jax.tree.map(lambda leaf: wide_zeros(leaf) if _is_inexact(leaf) else None, params[:3])
@@ -323,7 +323,9 @@ def _one_forward_one_backward(
         replicated = jax.tree.map(lambda leaf: lax.psum(leaf, axis), (loss, first, last, x_grads, steady[1]))
         return stages, replicated
 
-    stages, (loss, first, last, x, inputs) = _map_devices(on_device, arrays, axis, (PartitionSpec(axis), PartitionSpec()))
+    stages, (loss, first, last, x, inputs) = _map_devices(
+        on_device, arrays, axis, (PartitionSpec(axis), PartitionSpec())
+    )
     return loss, jax.tree.leaves(_Arrays(stages, first, last, x, inputs, None))
 
 
@@ -351,7 +353,7 @@ def _loss_on_last(functions: _Functions, arrays: _Arrays, h: PyTree, index: Any,
 
 def _map_devices(fn: Callable[[_Arrays], Any], arrays: _Arrays, axis: str, out_specs: Any) -> Any:
     """Returns the results of `fn` on all devices along `axis`."""
-    specs = _Arrays(*[PartitionSpec()] * len(arrays))._replace(stages=PartitionSpec(axis))
+    specs: Any = _Arrays(*[PartitionSpec()] * len(arrays))._replace(stages=PartitionSpec(axis))  # type: ignore
     return jax.shard_map(fn, in_specs=(specs,), out_specs=out_specs, axis_names={axis}, check_vma=False)(arrays)
 
 
@@ -410,7 +412,9 @@ def _merge_micro_batches(leaf: jax.Array) -> jax.Array:
 
 def _micro_batch(tree: PyTree, index: Any) -> PyTree:
     """Returns one micro-batch; the first or the last one if the index is out of range."""
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, jnp.clip(index, 0, leaf.shape[0] - 1), 0, False), tree)
+    return jax.tree.map(
+        lambda leaf: lax.dynamic_index_in_dim(leaf, jnp.clip(index, 0, leaf.shape[0] - 1), 0, False), tree
+    )
 
 
 def _repeat_ends(tree: PyTree, indices: np.ndarray) -> PyTree:
@@ -441,8 +445,8 @@ def _axis_size(axis: str) -> int:
         return 1
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] == AxisType.Manual:
         raise ValueError(
-            f"The axis {axis!r} of `jdist.pipeline` is an axis of the replicas, or of a `shard_map` around the call: its devices "
-            "run this code separately. Give the stages an axis of their own, as in "
+            f"The axis {axis!r} of `jdist.pipeline` is an axis of the replicas, or of a `shard_map` around the call, so "
+            "its devices already run this code separately. Use another axis of the mesh for the stages: "
             '`jdist.MirroredStrategy(mesh=Mesh(devices, ("replica", "stage")))`.'
         )
     return mesh.shape[axis]
@@ -457,19 +461,18 @@ def _num_stages(stage_params: PyTree, axis: str, num_devices: int) -> int:
     leaves = named_leaves("stage_params", stage_params)
     if not leaves:
         raise ValueError("`stage_params` has no arrays, whose first dimension is the number of stages.")
-    sizes = {name: jnp.shape(leaf)[0] if jnp.ndim(leaf) else None for name, leaf in leaves}
-    name, number = next(iter(sizes.items()))
-    for other, (_, leaf) in zip(sizes, leaves, strict=True):
-        if sizes[other] is None or sizes[other] != number:
+    number = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), None)
+    for name, leaf in leaves:
+        if jnp.shape(leaf)[:1] != (number,):
             raise ValueError(
-                f"The first dimension of each leaf of `stage_params` is the number of stages, but {other} is "
-                f"{dtype_and_shape(leaf)}, and {name} has {number} stages. Stack the parameters of the stages: "
+                "The first dimension of each leaf of `stage_params` must be the number of stages, but "
+                f"{name} is {dtype_and_shape(leaf)}, and another leaf has {number} stages. Stack the parameters of the stages: "
                 "`jax.tree.map(lambda *leaves: jnp.stack(leaves), *params_of_stages)`."
             )
-    if number is None or number == 0 or number % num_devices:
+    if not number or number % num_devices:
         raise ValueError(
-            f"{number} stages ({name} is {dtype_and_shape(leaves[0][1])}) cannot be divided over {num_devices} devices, the size "
-            f"of the mesh axis {axis!r}. Use a multiple of {num_devices} stages."
+            f"{number} stages ({leaves[0][0]} is {dtype_and_shape(leaves[0][1])}) cannot be divided over "
+            f"{num_devices} devices, the size of the mesh axis {axis!r}. Use a multiple of {num_devices} stages."
         )
     return number
 
@@ -479,7 +482,7 @@ def _check_result(stage_fn: Callable[..., PyTree], h: PyTree, result: PyTree) ->
     shapes = lambda tree: [(jnp.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
     if jax.tree.structure(h) != jax.tree.structure(result) or shapes(h) != shapes(result):
         raise ValueError(
-            f"The stage function `{function_name(stage_fn)}` returned {describe_tree(result)} for {describe_tree(h)}. The next stage "
-            "receives the result, so both must have the same structure, shapes and dtypes: convert the result to "
-            "the dtype of the input, and put what changes the shape into `first` or `last`."
+            f"The stage function `{function_name(stage_fn)}` returned {describe_tree(result)} for {describe_tree(h)}. The next "
+            "stage receives the result, so both must have the same structure, shapes and dtypes. Convert the result to the "
+            "dtype of the input, and move operations that change the shape to `first` or `last`."
         )
