@@ -2,9 +2,11 @@
 
     python examples/text_lm.py                        # one to two minutes on 2 CPU cores
     python examples/text_lm.py --steps 2000 --replicas 4 --temperature 0.6
+    python examples/text_lm.py --pipeline 2           # each replica is two devices, with half of the blocks each
 
 The text is the reference documentation in Python's standard library, `pydoc_data.topics`; every tenth page is held out. The
-example shows micro-batches, several steps per call, and mixed precision: bfloat16 computation with float32 parameters.
+example shows micro-batches, several steps per call, pipelines, and mixed precision: bfloat16 computation with float32
+parameters.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from rich.console import Console
 from rich.text import Text
 
@@ -25,6 +28,7 @@ import jdist
 
 WINDOW = 64  # context length in characters
 MICRO_BATCHES = 2
+PIPELINE_MICRO_BATCHES = 8  # several times more than devices, which otherwise wait for each other
 STEPS_PER_CALL = 5
 
 
@@ -36,28 +40,38 @@ class Block(nnx.Module):
         self.attention = nnx.MultiHeadAttention(num_heads=4, in_features=width, decode=False, rngs=rngs)
         self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the activations of the next block."""
-        x = x + self.attention(self.norm1(x), mask=mask)
+        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
 class Transformer(nnx.Module):
-    """A decoder: codes `[batch, time]` to logits `[batch, time, characters]`."""
+    """A decoder: codes `[batch, time]` to logits `[batch, time, characters]`.
 
-    def __init__(self, characters: int, layers: int = 2, width: int = 128, *, rngs: nnx.Rngs):
+    The arrays of the blocks are stacked, `[layer, ...]`. With `is_pipeline`, each device along a mesh axis `"stage"` computes a
+    part of the blocks.
+    """
+
+    def __init__(
+        self, characters: int, layers: int = 2, width: int = 128, is_pipeline: bool = False, *, rngs: nnx.Rngs
+    ):
         self.embed = nnx.Embed(characters, width, rngs=rngs)
         self.inputs = nnx.Linear(4 * width, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
+        self.blocks = nnx.split_rngs(splits=layers)(nnx.vmap(lambda rngs: Block(width, rngs)))(rngs)
+        self.is_pipeline = is_pipeline
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.out = nnx.Linear(width, characters, rngs=rngs)
 
     def __call__(self, codes: jax.Array) -> jax.Array:
         """Returns the logits of each next character."""
         x = self.inputs(with_previous(self.embed(codes)))
-        mask = nnx.make_causal_mask(codes)
-        for block in self.blocks:
-            x = block(x, mask)
+        graphdef, blocks = nnx.split(self.blocks)
+        block = lambda block, x: nnx.merge(graphdef, block)(x)
+        if self.is_pipeline:
+            x = jdist.pipeline(block, blocks, x, num_micro_batches=math.gcd(len(x), PIPELINE_MICRO_BATCHES))
+        else:
+            x, _ = lax.scan(lambda x, params: (block(params, x), None), x, blocks)
         return self.out(self.norm(x))
 
 
@@ -101,7 +115,8 @@ def generate(graphdef, params, window, length, temperature, key):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=2, help="number of devices (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas (default: %(default)s)")
+    parser.add_argument("--pipeline", type=int, default=1, help="devices per replica (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=420, help="training steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="global batch size (default: %(default)s)")
     parser.add_argument("--length", type=int, default=600, help="characters to generate (default: %(default)s)")
@@ -113,7 +128,7 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, shuffling, sampling (default: %(default)s)")
     args = parser.parse_args()
-    jdist.use_cpu_devices(args.replicas)  # before JAX starts; no effect on accelerators
+    jdist.use_cpu_devices(args.replicas * args.pipeline)  # before JAX starts; no effect on accelerators
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     train, held_out, characters = load_data()
@@ -124,13 +139,17 @@ def main():
         f"{len(train[0]):,} windows of {WINDOW} characters for training, {len(held_out[0]):,} held out; "
         f"{args.steps} steps on {args.replicas} replicas on {jax.devices()[0].device_kind}"
     )
-    model = Transformer(len(characters), rngs=nnx.Rngs(args.seed))
+    layers = max(2, args.pipeline)
+    model = Transformer(len(characters), layers, is_pipeline=args.pipeline > 1, rngs=nnx.Rngs(args.seed))
+    devices = np.array(jax.devices()[: args.replicas * args.pipeline]).reshape(args.replicas, args.pipeline)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, args.steps // 20, args.steps)
     trainer = jdist.Trainer(
         model,
         optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1)),
         bits,
-        strategy=jdist.MirroredStrategy(jax.devices()[: args.replicas]),
+        strategy=jdist.MirroredStrategy(
+            mesh=Mesh(devices, ("replica", "stage")), layout={"blocks": PartitionSpec("stage")}
+        ),
         precision=jdist.Precision(compute_dtype=jnp.bfloat16),
         seed=args.seed,
     )
@@ -139,7 +158,7 @@ def main():
         batch_size=args.batch_size,
         steps=args.steps,
         validation_data=held_out,
-        micro_batches=MICRO_BATCHES,
+        micro_batches=1 if args.pipeline > 1 else MICRO_BATCHES,
         steps_per_call=STEPS_PER_CALL,
     )
     console.print(f"{fit.stop_reason}\n{fit.history}")

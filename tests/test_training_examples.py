@@ -66,6 +66,15 @@ def test_text_lm_learns_to_predict_characters_and_writes_the_requested_number():
 
 
 @pytest.mark.slow
+def test_text_lm_as_a_pipeline_learns_as_on_one_device_per_replica():
+    bits = [
+        float(re.search(r"Held out: (\S+) bits", _printed("text_lm.py", "--steps", "20", "--length", "1", *flags))[1])
+        for flags in (["--replicas", "1", "--pipeline", "2"], ["--replicas", "2"])
+    ]
+    assert bits[0] == pytest.approx(bits[1], abs=0.01)
+
+
+@pytest.mark.slow
 def test_resume_after_kills_at_random_steps_is_bitwise_equal():
     kills, steps = 2, 30
     # 7 replicas do not divide the batch size.

@@ -68,7 +68,7 @@ def unpipelined_loss(params, x, y):
     return head(params["last"], apply_stages(params["stages"], embed(params["first"], x)), y).mean()
 
 
-def pipelined_loss(schedule, micro_batches):
+def pipelined_loss(schedule, micro_batches, head=head):
     def loss(params, x, y):
         return jdist.pipeline(
             stage,
@@ -111,25 +111,55 @@ STRATEGIES = {
         mesh=mesh_of({"replica": 2, "stage": 2}), layout={"stages": P("stage")}
     ),
     "2 replicas of 4 devices": lambda: jdist.MirroredStrategy(mesh=mesh_of({"replica": 2, "stage": 4})),
+    "1 replica of 4 devices": lambda: jdist.MirroredStrategy(mesh=mesh_of({"replica": 1, "stage": 4})),
+    "global view": lambda: jdist.ShardedStrategy(mesh=mesh_of({"data": 2, "stage": 2}), model_axis="stage"),
 }
+
+
+def updated_by_a_step(strategy, schedule, head=head):
+    """Returns the parameters after a step, its loss, and the text of its program."""
+
+    @strategy.step
+    def step(params, x, y):
+        loss, grads = jdist.value_and_grad(pipelined_loss(schedule, 2, head))(params, x, y)
+        grads = jdist.all_reduce("mean", grads)
+        return jax.tree.map(lambda p, g: p - g, params, grads), jdist.all_reduce("mean", loss)
+
+    params, x, y = language_model(4)
+    (batch,) = strategy.distribute_dataset((np.asarray(x), np.asarray(y)), batch_size=BATCH)
+    state = strategy.put(jax.tree.map(jnp.copy, params))
+    text = strategy.compile(step, state, *batch).as_text()
+    return *step(state, *batch), text
+
+
+def assert_updated_as_without_a_pipeline(state, loss):
+    params, x, y = language_model(4)
+    expected, grads = jax.value_and_grad(unpipelined_loss)(params, x, y)
+    assert_close((state, loss), (jax.tree.map(lambda p, g: p - g, params, grads), expected))
 
 
 @pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES)
 @every_schedule
 def test_step_of_a_pipeline_equals_one_device_under_every_strategy(make, schedule):
     strategy = make()
+    with jax.set_mesh(strategy.mesh) if "data" in strategy.mesh.shape else contextlib.nullcontext():
+        state, loss, text = updated_by_a_step(strategy, schedule)
+    assert_updated_as_without_a_pipeline(state, loss)
+    assert ("collective-permute" in text) == ("stage" in strategy.mesh.shape)
 
-    @strategy.step
-    def step(params, x, y):
-        loss, grads = jdist.value_and_grad(pipelined_loss(schedule, 2))(params, x, y)
-        grads = jdist.all_reduce("mean", grads)
-        return jax.tree.map(lambda p, g: p - g, params, grads), jdist.all_reduce("mean", loss)
 
-    params, x, y = language_model(4)
-    loss, grads = jax.value_and_grad(unpipelined_loss)(params, x, y)
-    (batch,) = strategy.distribute_dataset((np.asarray(x), np.asarray(y)), batch_size=BATCH)
-    state, result = step(strategy.put(jax.tree.map(jnp.copy, params)), *batch)
-    assert_close((state, result), (jax.tree.map(lambda p, g: p - g, params, grads), loss))
+@every_schedule
+def test_head_may_use_collectives_over_the_replicas(schedule):
+    strategy = jdist.MirroredStrategy(mesh=mesh_of({"replica": 2, "stage": 2}))
+    state, loss, _ = updated_by_a_step(strategy, schedule, lambda w, h, y: jdist.global_mean(head(w, h, y)))
+    assert_updated_as_without_a_pipeline(state, loss)
+
+
+@every_schedule
+def test_collective_over_the_stages_in_the_head_is_an_error_and_does_not_wait_forever(schedule):
+    strategy = jdist.MirroredStrategy(mesh=mesh_of({"replica": 2, "stage": 2}))
+    with pytest.raises(jdist.DivergentCollectiveError, match="some devices along 'stage' may not reach it"):
+        updated_by_a_step(strategy, schedule, lambda w, h, y: jax.lax.pmean(head(w, h, y), "stage"))
 
 
 def regression(devices):
