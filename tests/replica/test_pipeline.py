@@ -238,6 +238,61 @@ def test_keys_depend_on_the_micro_batch_and_the_stage_and_not_on_the_number_of_d
     assert float(results[0][0]) != pytest.approx(float(loss(*arguments[:3], jax.random.key(4))))
 
 
+def scaled_loss(schedule):
+    """Returns a loss whose functions close over the argument `scale`."""
+
+    def loss(params, scale, x, y):
+        return jdist.pipeline(
+            lambda p, h: scale * stage(p, h),
+            params["stages"],
+            x,
+            num_micro_batches=2,
+            first=(lambda e, x: scale * embed(e, x), params["first"]),
+            last=(lambda w, h, y: head(w, scale * h, y), params["last"], y),
+            schedule=schedule,
+        )
+
+    return loss
+
+
+TRANSFORMS = {
+    "jit of grad": lambda fn: jax.jit(jax.value_and_grad(fn)),
+    "grad of jit": lambda fn: jax.value_and_grad(jax.jit(fn)),
+    "grad of checkpoint": lambda fn: jax.jit(jax.value_and_grad(jax.checkpoint(fn))),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("devices", [1, 2])
+@every_schedule
+def test_functions_may_close_over_values(transform, devices, schedule):
+    params, x, y = language_model(2)
+    expected = jax.value_and_grad(
+        lambda p: head(
+            p["last"],
+            1.5 * apply_stages(p["stages"], 1.5 * embed(p["first"], x), lambda q, h: 1.5 * stage(q, h)),
+            y,
+        ).mean()
+    )(params)
+    with on_devices(devices):
+        assert_close(transform(scaled_loss(schedule))(params, jnp.float32(1.5), x, y), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gradient_of_a_captured_value_is_computed_by_gpipe_and_refused_by_1f1b(devices):
+    params, x, y = language_model(2)
+    arguments = params, jnp.float32(1.5), x, y
+    with on_devices(devices):
+        value = lambda scale: float(jax.jit(scaled_loss("gpipe"))(params, jnp.float32(scale), x, y))
+        slope = float(jax.jit(jax.grad(scaled_loss("gpipe"), 1))(*arguments))
+        assert slope == pytest.approx((value(1.51) - value(1.49)) / 0.02, rel=0.01)
+        for gradient in (jax.jit(jax.grad(scaled_loss("1f1b"), 1)), jax.grad(jax.jit(scaled_loss("1f1b")), 1)):
+            with pytest.raises(
+                ValueError, match="closes over a value that is differentiated, and its gradient is not computed"
+            ):
+                gradient(*arguments)
+
+
 @every_schedule
 def test_stages_pass_trees_with_integers(schedule):
     """A mask travels with its micro-batch."""

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jdist._src.collectives.ops import check_unwrapped
+from jdist._src.core import jax_compat
 from jdist._src.core.arguments import as_int, function_name
 from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, named_leaves, one_line
 
@@ -33,8 +34,8 @@ def pipeline(
 
     Called in a step, or under `jax.jit` with `jax.set_mesh`, for a mesh with the axis `axis`. Each device of this axis
     computes a part of the stages, and sends its results to the next device. Without such an axis one device computes all
-    stages, with the same numbers to rounding, so that the same step runs under every strategy. Values and gradients equal
-    those of the model without micro-batches, if no function combines examples of a batch.
+    stages, with the same numbers to rounding, so that the same step runs under every strategy. The loss and its gradients
+    equal the loss and the gradients of the complete batch, if no function combines examples of a batch.
 
     With `p` devices along the axis and `m` micro-batches, each device is idle for a fraction `(p - 1) / (m + p - 1)` of the
     time, the pipeline bubble, in both schedules: use several times more micro-batches than devices. The backward pass computes
@@ -65,8 +66,9 @@ def pipeline(
         With `last`, the mean of the losses, `[]`, float32 or wider. Otherwise the result of the last stage, `[batch, ...]`.
 
     Raises:
-        ValueError: The micro-batches do not divide the batch, or the devices do not divide the stages; a stage does not
-            return what the next one receives; `schedule` is unknown, or requires `last`; `axis` is not available.
+        ValueError: The micro-batches do not divide the batch, or the devices do not divide the stages; the result
+            of a stage does not have the shapes of its input; `schedule` is unknown, or requires `last`; `axis` is an axis of
+            the replicas; or with `"1f1b"`, when JAX differentiates: a function closes over a value that is differentiated.
         TypeError: `first` or `last` is not a tuple that begins with a function; an argument is a distributed value.
 
     Source:
@@ -74,7 +76,7 @@ def pipeline(
         D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
         arXiv:2104.04473, section 2.2: the bubble, and 1F1B with a flush, where a device stores at most `p` micro-batches. Here
         the devices run one program, in which each computes a forward and then a backward pass per tick. A result is used one
-        tick later, so nearly twice as many are stored, and no device waits for a longer pass of another.
+        tick later, so a device stores nearly twice as many, but does not wait while another one computes a longer pass.
 
     Example:
         >>> stage = lambda w, h: jnp.tanh(h @ w)
@@ -114,12 +116,16 @@ def pipeline(
     num_stages = _num_stages(stage_params, axis, num_devices)
     functions = _Functions(stage_fn, first_fn, last_fn, num_stages, num_micro_batches)
     if num_devices == 1:
-        results = _sequential(functions, arrays)
-    elif schedule == "gpipe":
-        results = _gpipe(functions, arrays, axis, num_devices)
+        compute = functools.partial(_sequential, functions)
     else:
-        return _interleaved_loss(functions, arrays, axis, num_devices)
-    return results if last else jax.tree.map(_merge_micro_batches, results)
+        compute = functools.partial(_gpipe, functions, axis=axis, num_devices=num_devices)
+    if schedule == "gpipe":
+        results = compute(arrays)
+        return results if last else jax.tree.map(_merge_micro_batches, results)
+    if num_devices == 1:
+        return _loss_with_grads(compute, functools.partial(_value_and_grads, compute), arrays)
+    compute_both = functools.partial(_one_forward_one_backward, functions, axis=axis, num_devices=num_devices)
+    return _loss_with_grads(compute, compute_both, arrays)
 
 
 class _Arrays(NamedTuple):
@@ -152,7 +158,7 @@ class _Functions(NamedTuple):
         return jax.tree.map(jnp.asarray, self.first_fn(arrays.first, x, **_key(arrays.key, micro_batch, 0)))
 
     def stages(self, arrays: _Arrays, h: PyTree, micro_batch: Any, start: Any) -> PyTree:
-        """Returns the result of consecutive stages, of which `start` is the first and `arrays.stages` has the parameters."""
+        """Returns the result of consecutive stages from `start` on; `arrays.stages` has their parameters."""
 
         def stage(h: PyTree, inputs: tuple[PyTree, Any]) -> tuple[PyTree, None]:
             params, index = inputs
@@ -210,8 +216,8 @@ def _gpipe(functions: _Functions, arrays: _Arrays, axis: str, num_devices: int) 
             h, result = compute(arrays._replace(x=x, inputs=last_inputs), received, t)
             return _shift(h, axis, num_devices), result
 
-        # A device has no micro-batch in its first ticks. It computes with numbers as they are in training, because zeros can
-        # have infinite derivatives, which times a cotangent of zero are NaN.
+        # The micro-batches reach a device after its first ticks. Until then it computes with numbers as they are in training:
+        # zeros can have infinite derivatives, which times a cotangent of zero are NaN.
         example = _micro_batch(arrays.x, 0)
         start = lax.stop_gradient(functions.enter(arrays, example, 0))
         # Only the first device reads `x`, and only the last one `inputs`, so the micro-batch depends on the tick only.
@@ -224,22 +230,62 @@ def _gpipe(functions: _Functions, arrays: _Arrays, axis: str, num_devices: int) 
     return jax.tree.map(lambda leaf: leaf[-1], _map_devices(on_device, arrays, axis, PartitionSpec(axis)))
 
 
-def _interleaved_loss(functions: _Functions, arrays: _Arrays, axis: str, num_devices: int) -> jax.Array:
-    """Returns the mean loss, whose gradients are computed with it, in the 1F1B order."""
+def _loss_with_grads(
+    compute: Callable[[_Arrays], jax.Array],
+    compute_both: Callable[[_Arrays], tuple[jax.Array, list[jax.Array]]],
+    arrays: _Arrays,
+) -> jax.Array:
+    """Returns the mean loss, whose gradients are computed with it if they are needed.
+
+    The functions may close over values of the program that is being traced. `jax.custom_vjp` calls its functions later, when
+    JAX differentiates this program, so these values have to be arguments.
+    """
     leaves, others, merge = _split_inexact(arrays)
+    programs = [
+        jax.make_jaxpr(lambda *parts, fn=fn: fn(merge(*parts)))(leaves, others) for fn in (compute, compute_both)
+    ]
+
+    def run(index: int, *arguments: PyTree) -> list[jax.Array]:
+        *parts, captured = arguments
+        program = programs[index].replace(consts=captured[index])
+        return jax_compat.jaxpr_function(program)(*jax.tree.leaves(parts))
 
     @jax.custom_vjp
-    def loss(leaves: list[jax.Array], others: list[jax.Array]) -> jax.Array:
-        return _gpipe(functions, merge(leaves, others), axis, num_devices)
+    def loss(*arguments: PyTree) -> jax.Array:
+        return run(0, *arguments)[0]
 
-    def loss_and_grads(leaves: list[jax.Array], others: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-        return _one_forward_one_backward(functions, merge(leaves, others), axis, num_devices)
+    def loss_and_grads(*arguments: PyTree) -> tuple[jax.Array, list[jax.Array]]:
+        value, *grads = run(1, *arguments)
+        return value, grads
 
-    def scaled_grads(grads: list[jax.Array], cotangent: jax.Array) -> tuple[list[jax.Array], None]:
-        return [(grad * cotangent).astype(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)], None
+    def scaled_grads(grads: list[jax.Array], cotangent: jax.Array) -> tuple[list[jax.Array], None, None]:
+        scaled = [(grad * cotangent).astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+        return scaled, None, None
 
+    dtypes = [leaf.dtype for leaf in leaves]
     loss.defvjp(loss_and_grads, scaled_grads)
-    return loss(leaves, others)
+    captured = [list(map(_without_gradient, program.consts)) for program in programs]
+    return loss(leaves, others, captured)
+
+
+@jax.custom_jvp
+def _without_gradient(value: Any) -> Any:
+    """Returns a value, which must not be differentiated."""
+    return value
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(*_: Any) -> Any:
+    raise ValueError(
+        'With `schedule="1f1b"` a function of the pipeline closes over a value that is differentiated, and its gradient is not '
+        "computed. Pass the value in `stage_params`, `x`, or the parameters or inputs of `first` and `last`; apply "
+        '`jax.lax.stop_gradient` to it; or use `schedule="gpipe"`.'
+    )
+
+
+def _value_and_grads(compute: Callable[[_Arrays], jax.Array], arrays: _Arrays) -> tuple[jax.Array, list[jax.Array]]:
+    leaves, others, merge = _split_inexact(arrays)
+    return jax.value_and_grad(lambda leaves: compute(merge(leaves, others)))(leaves)
 
 
 def _one_forward_one_backward(
@@ -248,7 +294,7 @@ def _one_forward_one_backward(
     """Returns the mean loss, and its gradients with respect to the floats of `arrays`, in float32 or wider.
 
     In tick `t`, device `d` computes the forward pass of micro-batch `t - d` and the backward pass of micro-batch
-    `t - 2 (p - 1) + d`. The first `p - 1` ticks have no backward pass, and the last `p - 1` no forward pass.
+    `t - 2 (p - 1) + d`. The first `p - 1` ticks have a forward pass only, and the last `p - 1` a backward pass only.
     """
     fill, num_micro_batches = num_devices - 1, functions.num_micro_batches
     num_saved = max(2 * fill - 1, 1)  # the second device needs the most: the first one computes its input again
@@ -317,7 +363,7 @@ def _one_forward_one_backward(
         carry, steady = lax.scan(tick, carry, ticks[fill:-fill])
         carry, drain = lax.scan(backward_tick, carry, ticks[-fill:])
         loss, (stages, first, last) = carry[-1]
-        # The gradients of `x` are on the first device, 2 (p - 1) ticks late, and those of `inputs` on the last one, p - 1.
+        # The first device has gradients of `x` from tick 2 (p - 1) on, the last device gradients of `inputs` from p - 1 on.
         x_grads = jax.tree.map(lambda a, b: jnp.concatenate([a, b])[fill:], steady[0], drain[0])
         # Each is zero on the devices that do not compute it.
         replicated = jax.tree.map(lambda leaf: lax.psum(leaf, axis), (loss, first, last, x_grads, steady[1]))
