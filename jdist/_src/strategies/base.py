@@ -226,6 +226,7 @@ class Strategy(Uncopied):
         steps_per_call: None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Program[_StateT, _InputsT, _OutputsT]: ...
 
     @overload
@@ -237,6 +238,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Program[_StateT, ..., _OutputsT]: ...
 
     @overload
@@ -247,6 +249,7 @@ class Strategy(Uncopied):
         steps_per_call: None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Callable[
         [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Program[_StateT, _InputsT, _OutputsT]
     ]: ...
@@ -259,6 +262,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
     @explains_arguments("step", "strategy.step")
@@ -270,6 +274,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -288,17 +293,20 @@ class Strategy(Uncopied):
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
             compiler_options: Options of XLA for this program, such as `jdist.xla_flags("tpu").compiler_options`.
+            static_argnames: The names of the last parameters of `fn` that are Python values while it is traced, such as a flag
+                or an optimizer. They are hashable, and each combination of values has its own program.
 
         Returns:
-            The step for all replicas, a `jdist.Program`, called like `fn` with positional arguments. Its `proof` reports which
-            results are replicated, and `__wrapped__` is `fn`. Outputs are like the results of `run`.
+            The step for all replicas, a `jdist.Program`, called like `fn`: inputs by position or by name. Its `proof` reports
+            which results are replicated, and `__wrapped__` is `fn`. Outputs are like the results of `run`.
 
         Raises:
-            TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, `fn` did not return a pair,
-                or changed a structure, shape or dtype.
+            TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, the arguments do not fit the
+                parameters of `fn`, or `fn` did not return a pair, or changed a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
-            ValueError: `steps_per_call` is less than 1. When called: the state was donated before, or is placed on other
-                devices; or an input is not a list of `steps_per_call` values of the same shapes.
+            ValueError: `steps_per_call` is less than 1, or `static_argnames` are not the last parameters. When called: the
+                state was donated before, or is placed on other devices; or an input is not a list of `steps_per_call` values of
+                the same shapes.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -314,7 +322,7 @@ class Strategy(Uncopied):
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
-        options = StepOptions(precision, steps_per_call, donate, compiler_options)
+        options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames)
         if fn is ...:
             return functools.partial(self.step, **vars(options))
         if isinstance(fn, Step):
@@ -324,7 +332,12 @@ class Strategy(Uncopied):
         return step_program(fn, options, self._backend, self._context)
 
     def compile(
-        self, step: Any, state: PyTree, *inputs: PyTree, compiler_options: Mapping[str, Any] | None = None
+        self,
+        step: Any,
+        state: PyTree,
+        *inputs: PyTree,
+        compiler_options: Mapping[str, Any] | None = None,
+        **named: PyTree,
     ) -> jax.stages.Compiled:
         """Compiles a step for arguments of these shapes, without running it. The devices may be topology devices.
 
@@ -334,6 +347,7 @@ class Strategy(Uncopied):
             inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
                 `[replica, batch, ...]`, such as `dataset.element_spec` of a distributed data set.
             compiler_options: Options of XLA, such as `jdist.xla_flags("tpu").compiler_options`.
+            named: Inputs by name, and static values.
 
         Returns:
             The compiled program: `as_text()`, `memory_analysis()` per device, `cost_analysis()`.
@@ -350,7 +364,7 @@ class Strategy(Uncopied):
             )
         check_compiler_options(compiler_options)
         try:
-            return program.lower(state, *inputs).compile(program.compiler_options(compiler_options))
+            return program.lower(state, *inputs, **named).compile(program.compiler_options(compiler_options))
         except RuntimeError as error:
             raise_option_error(error)
             raise
