@@ -325,7 +325,7 @@ def _check_layout(
     if config.own_source and share.num_pipelines > 1 and share != default:
         raise ValueError(
             "`layout` does not split the first dimension as a batch is split without it, so a process needs examples of "
-            'others, and the source of each process is its own part of the data. Pass the same source on all: auto_shard="data".'
+            'others, and the source of each process is its own part of the data. Pass the same source: auto_shard="data".'
         )
 
 

@@ -192,9 +192,9 @@ def layout_share(layout: BatchLayout, replicas: Replicas) -> ProcessShare:
     """Returns the share of this process in batches that are split by a layout: the rows that one of its devices holds."""
     share = process_share(replicas)
     axes = layout.row_axes or ()
-    num_parts = layout.num_parts(axes)
-    if num_parts == share.num_replicas > 1:
+    if axes == layout.default_axes:
         return share
+    num_parts = layout.num_parts(axes)
     sharding = NamedSharding(replicas.mesh, PartitionSpec(axes))
     starts = sharding.addressable_devices_indices_map((num_parts,)).values()
     parts = {index[0].start or 0 for index in starts if index is not None}

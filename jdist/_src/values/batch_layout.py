@@ -65,6 +65,9 @@ class BatchLayout:
             split along its first dimension, as without a layout.
         replicas: The replicas.
 
+    Attributes:
+        default_axes: The axes that split the first dimension of a batch without a layout.
+
     Raises:
         TypeError: A leaf of `layout` is not a `PartitionSpec`.
         ValueError: A spec names an axis that does not exist, or twice, or a part of the replica axes, or another axis before
@@ -74,8 +77,8 @@ class BatchLayout:
     def __init__(self, layout: PyTree, replicas: Replicas):
         self._replicas = replicas
         self._replica_axes = _replica_axes(replicas)
-        default = PartitionSpec(replicas.batch_axes or self._replica_axes)
-        to_dims = lambda spec: self._dims(default if spec is None else spec)
+        self.default_axes = replicas.batch_axes or self._replica_axes
+        to_dims = lambda spec: self._dims(PartitionSpec(self.default_axes) if spec is None else spec)
         self._dims_tree = jax.tree.map(lambda spec: _Leaf(to_dims(spec)), layout, is_leaf=lambda node: node is None)
 
     @staticmethod
