@@ -17,6 +17,11 @@ def sharded(*sizes, model_axis="model"):
     return jdist.ShardedStrategy(mesh=Mesh(grid, ("data", "model")), model_axis=model_axis)
 
 
+def model_axis():
+    grid = np.array(jax.devices()[:4]).reshape(2, 2)
+    return jdist.MirroredStrategy(mesh=Mesh(grid, ("replica", "model")))
+
+
 def virtual():
     return jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4)
 
@@ -29,6 +34,7 @@ MAKERS = {
     "virtual_4_on_2": virtual,
     "virtual_5_on_2": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=5),
     "sharded_2x2": lambda: sharded(2, 2),
+    "model_axis": lambda: model_axis(),
 }
 X = np.arange(2 * 20 * 3, dtype=np.float32).reshape(2, 20, 3)
 BATCH = {"x": X, "labels": np.arange(2), "nested": [np.arange(40).reshape(2, 20)]}
@@ -115,6 +121,41 @@ def test_sharded_strategy_splits_each_leaf_by_its_spec(layout, spec):
     assert split["x"].tree.sharding.is_equivalent_to(jax.NamedSharding(strategy.mesh, P(None, *spec)), 4)
     jax.tree.map(lambda one, other: np.testing.assert_array_equal(one[0], other), values(split), BATCH)
     assert all(leaf.tree.shape[0] == 1 for leaf in jax.tree.leaves(split, is_leaf=is_leaf))
+
+
+MODEL_LAYOUTS = {
+    "sequence": (P("replica", "model"), P("replica", None, "model")),
+    "batch": (P(("replica", "model")), P("replica", "model")),
+    "swapped": (P("model", "replica"), P("replica", "model")),
+    "both_on_sequence": (P(None, ("replica", "model")), P("replica", None, "model")),
+}
+
+
+@each_row("layout, spec", MODEL_LAYOUTS.values(), ids=MODEL_LAYOUTS)
+def test_model_axes_split_the_block_of_a_replica(layout, spec):
+    strategy, traces = model_axis(), []
+    x = np.arange(4 * 8 * 3, dtype=np.float32).reshape(4, 8, 3)
+    split = strategy.split(x, layout=layout)
+    dim = 0 if layout[0] not in (None, "model") else 1
+    np.testing.assert_array_equal(split.tree, np.stack(np.split(x, 2, axis=dim)))
+    assert split.tree.sharding.is_equivalent_to(jax.NamedSharding(strategy.mesh, spec), 4)
+    (batch,) = strategy.distribute_dataset(x, 4, layout=layout)
+    assert placements(batch) == placements(split)
+    np.testing.assert_array_equal(batch.tree, split.tree)
+    np.testing.assert_array_equal(np.stack([np.asarray(value) for value in split.values]), split.tree)
+
+    def double(w, x):
+        traces.append(x.shape)
+        return w + jdist.all_reduce("mean", x.mean()), x * 2
+
+    step, state = strategy.step(double), strategy.put(np.float32(0))
+    state, doubled = step(state, split)
+    with jax.transfer_guard("disallow"):
+        state, _ = step(state, batch)
+    assert float(state) == pytest.approx(2 * x.mean()) and len(traces) == 1
+    np.testing.assert_array_equal(doubled.tree, 2 * np.asarray(split.tree))
+    (_, sharding), _ = strategy.compile(step, np.float32(0), split).input_shardings
+    assert jax.tree.leaves(sharding)[0].is_equivalent_to(split.tree.sharding, 4)
 
 
 # --- data sets
@@ -253,6 +294,11 @@ INVALID = {
         TypeError,
         lambda: mirrored().split(X, layout="replica"),
         "`layout` must be a .*PartitionSpec.*got 'replica'",
+    ),
+    "model_first": (
+        ValueError,
+        lambda: model_axis().split(X, layout=P(("model", "replica"))),
+        "in which 'model' is before 'replica'",
     ),
     "tuple": (TypeError, lambda: mirrored().split(X, layout=("replica",)), "`layout` must be a .*got 'replica'"),
     "axis": (ValueError, lambda: mirrored().split(X, axis=-1), "`axis` must be an integer >= 0, got -1"),

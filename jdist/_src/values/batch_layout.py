@@ -76,7 +76,7 @@ class BatchLayout:
 
     def __init__(self, layout: PyTree, replicas: Replicas):
         self._replicas = replicas
-        self._replica_axes = _replica_axes(replicas)
+        self._replica_axes = replicas.mesh_axes
         self.default_axes = replicas.batch_axes or self._replica_axes
         to_dims = lambda spec: self._dims(PartitionSpec(self.default_axes) if spec is None else spec)
         self._dims_tree = jax.tree.map(lambda spec: _Leaf(to_dims(spec)), layout, is_leaf=lambda node: node is None)
@@ -84,7 +84,7 @@ class BatchLayout:
     @staticmethod
     def of_axis(axis: int, replicas: Replicas) -> "BatchLayout":
         """Returns the layout in which the dimension `axis` is split over the replicas, or over the devices of one replica."""
-        return BatchLayout(PartitionSpec(*[None] * axis, replicas.batch_axes or _replica_axes(replicas)), replicas)
+        return BatchLayout(PartitionSpec(*[None] * axis, replicas.batch_axes or replicas.mesh_axes), replicas)
 
     @property
     def row_axes(self) -> tuple[str, ...] | None:
@@ -203,10 +203,6 @@ class _Leaf:  # a leaf of the tree of a layout: tuples would be nodes
 
 def _dims_of(leaf: _Leaf) -> Dims:
     return leaf.dims
-
-
-def _replica_axes(replicas: Replicas) -> tuple[str, ...]:
-    return getattr(replicas, "mesh_axes", () if replicas.batch_axes else replicas.mesh.axis_names)
 
 
 def _listed(axes: Sequence[str]) -> str:
