@@ -515,7 +515,7 @@ class Strategy(Uncopied):
             layout: A `jax.sharding.PartitionSpec` of the global batch for all leaves, or a tree of them with the structure
                 of the batch or of its upper levels: each names, by dimension, the mesh axes that split it. A leaf with fewer
                 dimensions uses the first entries. Under `ShardedStrategy` `PartitionSpec("data", "model")` splits the batch
-                over one axis and the sequences over the other. Under other strategies `"replica"` stands for the replicas,
+                over one axis and the sequences over the other. Under other strategies `"replica"` names all replicas,
                 other names for the axes of the devices of a replica, and a leaf whose spec does not name `"replica"` is
                 replicated.
 

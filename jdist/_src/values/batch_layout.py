@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -46,9 +45,9 @@ class LeafLayout:
         """Returns the leaf `x`, `[batch, ...]`, as it is stored; a view of a numpy array."""
         if self.split_dim is None:
             return x[None] if self.is_per_replica else x
-        dim, library = self.split_dim, jnp if isinstance(x, jax.Array) else np
+        dim = self.split_dim
         parts = x.reshape(*x.shape[:dim], self.num_replicas, x.shape[dim] // self.num_replicas, *x.shape[dim + 1 :])
-        return library.moveaxis(parts, dim, 0)
+        return parts.transpose(dim, *range(dim), *range(dim + 1, parts.ndim))
 
     def wrap(self, array: Any) -> Any:
         """Returns the stored array in its wrapper."""
@@ -187,7 +186,7 @@ class BatchLayout:
             if of_replicas and not aliases.intersection(of_replicas) and tuple(of_replicas) != replica_axes:
                 raise ValueError(
                     f"`layout` has {spec}, which splits a dimension over {_listed(of_replicas)} only. Name {REPLICA_AXIS!r}, "
-                    "which stands for all replicas."
+                    "which names all replicas."
                 )
             dims.append((*(replica_axes if of_replicas else ()), *others))
         flat = [axis for axes in dims for axis in axes]
