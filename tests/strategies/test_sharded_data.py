@@ -121,7 +121,24 @@ INVALID = {
     "zero_1": (ValueError, lambda: {"shard": "zero1"}, r"write `ShardedStrategy\(\"optimizer\"\)`"),
     "shard": (ValueError, lambda: {"shard": "some"}, r"got 'some'"),
     "mesh_first": (TypeError, lambda: {"shard": Mesh(jax.devices(), ("data",))}, r"`ShardedStrategy\(mesh=mesh\)`"),
-    "layout": (TypeError, lambda: {"layout": [("w", PartitionSpec())]}, r"`layout` maps patterns.*got list"),
+    "layout": (TypeError, lambda: {"layout": "w"}, r"`layout` maps patterns.*, or is a list of pairs.*got str"),
+    "rule": (TypeError, lambda: {"layout": [("w", None), "b"]}, r"`layout\[1\]` must be a pair of .*got 'b'"),
+    "rule_spec": (
+        TypeError,
+        lambda: {"layout": [("w", "data")]},
+        r"`layout\[0\]` must be a pair .*got \('w', 'data'\)",
+    ),
+    "rule_axis": (
+        ValueError,
+        lambda: {"layout": [("w", ("x",))]},
+        r"The rule 'w' of `layout` names the axis 'x', and .* data",
+    ),
+    "rule_twice": (
+        ValueError,
+        lambda: {"layout": [("w", ("data", "data"))]},
+        r"The rule 'w' .*names the axis 'data' twice",
+    ),
+    "rule_regex": (ValueError, lambda: {"layout": [("w(", None)]}, r"pattern 'w\(', which is not a regular expression"),
     "unknown_axis": (ValueError, lambda: {"layout": {"w": PartitionSpec("model")}}, r"'model', and the mesh has data"),
 }
 

@@ -17,10 +17,11 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 import jdist
 from jdist import sync
-from jdist._src.values.state_sharding import StateSharding, state_leaves
+from jdist._src.values.state_sharding import StateSharding, layout_rules, state_leaves
 
 from laws import each_row
 
@@ -423,6 +424,77 @@ def test_pattern_that_does_not_fit_the_state_is_refused(patterns, message):
     rules = layout("all", mesh(4, 2, axes=("data", "model")), **patterns)
     with pytest.raises(ValueError, match=message):
         rules.shardings(state)
+
+
+# --- rules, of which the first match applies
+
+
+def rules_of(rules, *, shard="optimizer"):
+    return StateSharding(mesh(2, 2, axes=("data", "model")), "data", shard, **layout_rules(rules))
+
+
+def test_first_rule_that_matches_applies_and_optimizer_state_follows():
+    state = {"params": PARAMS, "opt_state": _shapes(optax.adam(1e-3))}
+    specs = splits(
+        rules_of([("one/kernel", (None, "model")), ("kernel", ("model",)), ("two/no/such", None), (".*", P())]), state
+    )
+    assert specs["state['params']['one']['kernel']"] == (None, "model")
+    assert specs["state['params']['two']['kernel']"] == ("model",)
+    assert specs["state['params']['one']['bias']"] == ()
+    assert specs["state['opt_state'][0].mu['one']['kernel']"] == ("data", "model")
+    assert specs["state['opt_state'][0].mu['two']['kernel']"] == ("model", "data")
+
+
+def test_first_of_equal_rules_applies():
+    specs = splits(rules_of([("kernel", ("model",)), ("kernel", None)]), PARAMS)
+    assert specs["state['one']['kernel']"] == ("model",)
+
+
+SPECS = {"spec": P("model"), "tuple": ("model",), "list_of_axes": (("model", "data"),), "none": None, "empty": ()}
+
+
+@each_row("spec", SPECS.values(), ids=SPECS)
+def test_specs_of_rules_mean_partition_specs(spec):
+    expected = tuple(P(*(spec or ())))
+    assert splits(rules_of([("w", spec)]), {"w": jnp.zeros((8, 4))}) == {"state['w']": expected}
+
+
+def test_rules_skip_leaves_of_one_element():
+    state = {"step": jnp.int32(0), "scale": jnp.ones((1, 1)), "w": jnp.zeros((4, 4))}
+    assert splits(rules_of([(".*", ("data", "model"))]), state) == {
+        "state['scale']": (),
+        "state['step']": (),
+        "state['w']": ("data", "model"),
+    }
+
+
+def test_leaf_without_a_rule_has_its_metadata_or_is_replicated():
+    import flax.linen as nn
+
+    box = nn.Partitioned(jnp.zeros((4, 4)), ("model", None))
+    specs = splits(rules_of([("other", ("data",))]), {"box": box, "plain": jnp.zeros(4)})
+    assert {tuple(filter(None, spec)) for spec in specs.values()} == {("model",), ()}
+    overridden = splits(rules_of([("box", None)]), {"box": box})
+    assert list(overridden.values()) == [()]
+
+
+def test_all_leaves_that_their_rule_does_not_fit_by_rank_are_named():
+    rules = rules_of([("kernel", ("model",)), (".*", ("data", "model"))])
+    with pytest.raises(ValueError, match="^2 leaves have fewer dims than the first rule of `layout`") as caught:
+        rules.shardings(PARAMS)
+    lines = str(caught.value).splitlines()
+    assert [line.strip().split(" by ")[0] for line in lines[1:-1]] == [
+        "one/bias, float32[16],",
+        "two/bias, float32[3],",
+    ]
+    assert all("('.*', P" in line and "'data', 'model'" in line for line in lines[1:-1])
+    assert "(path, PartitionSpec())" in lines[-1]
+
+
+def test_rule_that_does_not_divide_a_leaf_is_named():
+    message = r"^The rule 'bias' of `layout` splits dim 0 of state\['two'\]\['bias'\], float32\[3\], over 'model', and 3 is not"
+    with pytest.raises(ValueError, match=message):
+        rules_of([("bias", ("model",))]).shardings(PARAMS)
 
 
 REFUSED = {

@@ -24,13 +24,14 @@ from jdist._src.data.batches import LocalBatch, Position, element_shapes, in_mem
 from jdist._src.data.config import InputConfig, check_epochs
 from jdist._src.data.device_cache import DeviceCache
 from jdist._src.data.files import Files
-from jdist._src.data.placement import RowPlacement
+from jdist._src.data.placement import LayoutPlacement, RowPlacement
 from jdist._src.data.prefetch import Inline, Threaded
-from jdist._src.data.shards import ProcessShare, process_share
+from jdist._src.data.shards import ProcessShare, layout_share, process_share
 from jdist._src.data.source_state import check_state
 from jdist._src.data.sources import Stream
 from jdist._src.data.stats import LoopTimer, Stats
 from jdist._src.devices.mesh import Replicas
+from jdist._src.values.batch_layout import BatchLayout
 from jdist._src.values.per_replica import PerReplica
 
 _is_tracing = jax.profiler.TraceAnnotation.is_enabled  # costs 0.03 µs
@@ -46,11 +47,18 @@ class DistributedDataset:
     """
 
     def __init__(
-        self, config: InputConfig, shards: int, replicas: Replicas, prefetch: int, cache: DeviceCache | None = None
+        self,
+        config: InputConfig,
+        shards: int,
+        replicas: Replicas,
+        prefetch: int,
+        cache: DeviceCache | None = None,
+        layout: BatchLayout | None = None,
     ):
         self._config, self._shards, self._replicas, self._prefetch = config, shards, replicas, prefetch
-        self._cache = cache
-        self._share = process_share(replicas, config.replica_batches)
+        self._cache, self._layout = cache, layout
+        by_layout = layout and layout_share(layout, replicas)
+        self._share = by_layout or process_share(replicas, config.replica_batches)
 
     def __len__(self) -> int:
         """Returns the number of batches of all epochs.
@@ -99,7 +107,11 @@ class DistributedDataset:
             PerReplica(float32[2,2,3])
         """
         channel = new_channel(self._replicas.mesh)
-        return jax.tree.map(self._spec, element_shapes(self._config, self._share, self._first_position(), channel))
+        shapes = element_shapes(self._config, self._share, self._first_position(), channel)
+        if self._layout is None:
+            return jax.tree.map(self._spec, shapes)
+        place = LayoutPlacement(self._layout, self._share)
+        return (place.specs(shapes[0]), place.specs(shapes[1], True)) if self.has_weights else place.specs(shapes)
 
     @property
     def has_weights(self) -> bool:
@@ -167,7 +179,7 @@ class DistributedDataset:
 
     def _with(self, **options: Any) -> "DistributedDataset":
         config = dataclasses.replace(self._config, **options)
-        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
+        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache, self._layout)
 
     def _identity(self) -> dict[str, Any]:
         """Returns the properties that must be equal where a position is taken and where it is used."""
@@ -240,7 +252,7 @@ class DistributedDataset:
         config, share = self._config, self._share
         # The name is created here, not in the thread, so that the order of names is the same on every process.
         channel = new_channel(self._replicas.mesh)
-        make = functools.partial(_device_batches, config, share, self._replicas, position, channel)
+        make = functools.partial(_device_batches, config, share, self._replicas, self._layout, position, channel)
         if self._cache is not None:
             make = functools.partial(self._cache.batches, config, share, position)
         in_memory = in_memory_on_all(config, share)
@@ -333,7 +345,7 @@ class DistributedIterator:
         share = self._dataset._share
         counts = np.full(share.num_replicas, examples // share.num_replicas)
         if weights is not None:
-            counts = _true_examples(weights.tree, share.num_replicas)
+            counts = _true_examples(jax.tree.leaves(weights)[0], share.num_replicas)
         texts = " ".join(f"{replica}:{counts[replica]}" for replica in share.replicas)
         trace_annotations.mark(trace_annotations.BATCH, examples=texts)
 
@@ -409,22 +421,22 @@ def _device_batches(
     config: InputConfig,
     share: ProcessShare,
     replicas: Replicas,
+    layout: BatchLayout | None,
     position: Position,
     channel: Channel,
     should_stop: Callable[[], bool],
 ) -> Generator[LocalBatch]:
     """Yields the batches on the devices; the transfers may still be running."""
-    place = RowPlacement(replicas, share)
+    place = RowPlacement(replicas, share) if layout is None else LayoutPlacement(layout, share)
     full_weights: tuple[Any, Any] = None, None  # weights that the reader returned for a full batch, and on the devices
     for batch in read_batches(config, share, position, channel, should_stop):
         # The user's transfer guard is for implicit transfers of the step; these are explicit.
         with jax.transfer_guard_host_to_device("allow"):
-            leaves, treedef = jax.tree.flatten(batch.rows)
-            arrays = list(map(place, leaves))
+            rows, weights = place.batch(batch.rows), batch.weights
             if config.buckets is not None:
-                declare_shapes(array.shape for array in arrays)
-            rows = treedef.unflatten(list(map(PerReplica, arrays)))
-            weights = batch.weights
-            if weights is not None and (weights is not full_weights[0] or full_weights[1].is_deleted()):
-                full_weights = weights, place(weights)
-        yield batch._replace(rows=rows, weights=None if weights is None else PerReplica(full_weights[1]))
+                declare_shapes(array.shape for array in jax.tree.leaves(rows))
+            if weights is not None and (
+                weights is not full_weights[0] or jax.tree.leaves(full_weights[1])[0].is_deleted()
+            ):
+                full_weights = weights, place.weights(weights)
+        yield batch._replace(rows=rows, weights=None if weights is None else full_weights[1])

@@ -25,6 +25,7 @@ from jdist._src.data.shards import (
     InputContext,
     ProcessShare,
     check_split,
+    layout_share,
     process_share,
 )
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
@@ -32,6 +33,7 @@ from jdist._src.data.source_check import SAME_SOURCE, digest_of_indexed, shard_o
 from jdist._src.data.source_iterators import CallableIterable, restart_each_epoch
 from jdist._src.data.sources import Arrays, Stream, with_row_dimension
 from jdist._src.devices.mesh import Replicas
+from jdist._src.values.batch_layout import BatchLayout
 from jdist._src.values.device_put import check_devices_attached
 
 _log = logging.getLogger("jdist")
@@ -49,10 +51,11 @@ def dataset_from_source(
     cache: Cache | None,
     buckets: Buckets | None,
     replicas: Replicas,
+    layout: BatchLayout | None = None,
 ) -> DistributedDataset:
     """Returns the batches of `source`; see `Strategy.distribute_dataset` for the arguments."""
     check_devices_attached(replicas.mesh)
-    share = process_share(replicas)
+    share = process_share(replicas) if layout is None else layout_share(layout, replicas)
 
     def make() -> tuple[DistributedDataset, str]:
         if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
@@ -60,7 +63,7 @@ def dataset_from_source(
         _check_options(batch_size, seed, epochs, remainder, prefetch)
         if batch_size is not None and (remainder != "pad" or batch_size <= 0):
             what = "devices" if replicas.batch_axes else "replicas"
-            check_split(batch_size, replicas.num_parts, what, advice=PAD_EVERY_BATCH if batch_size > 0 else "")
+            check_split(batch_size, share.num_replicas, what, advice=PAD_EVERY_BATCH if batch_size > 0 else "")
         if isinstance(source, (DistributedDataset, DistributedIterator)):
             raise ValueError(f"The source is a {type(source).__name__} already. Pass the data that it was made from.")
         policy = _resolve_policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
@@ -87,8 +90,10 @@ def dataset_from_source(
             )
         options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}, {cache=}, {buckets=}"
         _check_cache(cache, config, share, local_source)
-        dataset = DistributedDataset(config, shards, replicas, prefetch, cache and DeviceCache(config, replicas))
-        return dataset, options
+        if layout is not None:
+            _check_layout(layout, config, share, cache, process_share(replicas))
+        cached = cache and DeviceCache(config, replicas)
+        return DistributedDataset(config, shards, replicas, prefetch, cached, layout), options
 
     return _make_on_all_processes(make, share, replicas)
 
@@ -301,6 +306,26 @@ def _check_cache(cache: Cache | None, config: InputConfig, share: ProcessShare, 
         raise ValueError(
             f'cache="device" needs the devices of a single process, and this strategy has devices of {share.num_pipelines} '
             "processes. Omit `cache`."
+        )
+
+
+def _check_layout(
+    layout: BatchLayout, config: InputConfig, share: ProcessShare, cache: Cache | None, default: ProcessShare
+) -> None:
+    """Raises ValueError if batches cannot be read for this layout."""
+    if cache is not None:
+        raise ValueError(
+            '`layout` places batches from the host, and cache="device" makes them on the devices. Omit one.'
+        )
+    if layout.row_axes is None and config.remainder == "pad":
+        raise ValueError(
+            '`layout` splits the first dimension of some leaves over other axes than that of others, and remainder="pad" has '
+            'one weight per example. Split it over the same axes, or pass remainder="drop".'
+        )
+    if config.own_source and share.num_pipelines > 1 and share != default:
+        raise ValueError(
+            "`layout` does not split the first dimension as a batch is split without it, so a process needs examples of "
+            'others, and the source of each process is its own part of the data. Pass the same source: auto_shard="data".'
         )
 
 

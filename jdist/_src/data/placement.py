@@ -1,10 +1,15 @@
 """Transfer of the rows of a batch to the devices of their replicas."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
+from jdist._src.core.tree import PyTree
 from jdist._src.data.shards import ProcessShare
 from jdist._src.devices.mesh import Replicas
+from jdist._src.values.batch_layout import BatchLayout, LeafLayout
+from jdist._src.values.per_replica import PerReplica
 
 
 class RowPlacement:
@@ -37,6 +42,14 @@ class RowPlacement:
             lambda index: local[blocks[index[0].start or 0]],  # pyright: ignore
         )
 
+    def batch(self, rows: PyTree) -> PyTree:
+        """Returns a batch on the devices, given leaves `[local replica, row, ...]`."""
+        return jax.tree.map(self.weights, rows)
+
+    def weights(self, weights: np.ndarray) -> PerReplica:
+        """Returns the weights of a batch on the devices, given `[local replica, row]`."""
+        return PerReplica(self(weights))
+
     def _split_replica(self, local: np.ndarray) -> jax.Array:
         """Returns the rows `[1, row, ...]` of one replica that spans several devices."""
         if local.ndim == 1:  # a scalar for the replica
@@ -51,3 +64,57 @@ class RowPlacement:
             return local.reshape(-1, *shape[2:])[None, first : first + stop - start]
 
         return jax.make_array_from_callback(shape, self._replicas.batch_sharding(shape), shard)
+
+
+class LayoutPlacement:
+    """Transfers the rows that a process holds to the devices, as a layout specifies.
+
+    Args:
+        layout: The layout.
+        share: The part of each batch that this process holds, by `layout_share`.
+    """
+
+    def __init__(self, layout: BatchLayout, share: ProcessShare):
+        self._layout, self._share = layout, share
+        self._slots = {part: slot for slot, part in enumerate(share.replicas)}
+
+    def batch(self, rows: PyTree) -> PyTree:
+        """Returns a batch on the devices, given leaves `[local part, row, ...]`."""
+        leaves, treedef = jax.tree.flatten(rows)
+        return treedef.unflatten(map(self._place, self._layout.leaves(self._global(rows)), leaves))
+
+    def weights(self, weights: np.ndarray) -> Any:
+        """Returns the weights of a batch on the devices, given `[local part, row]`."""
+        return self._place(self._layout.weights(self._global(weights).shape), weights)
+
+    def specs(self, shapes: PyTree, are_weights: bool = False) -> PyTree:
+        """Returns the shapes of a batch on the devices, given shapes `[local part, row, ...]`."""
+        whole = self._global(shapes)
+        layouts = [self._layout.weights(whole.shape)] if are_weights else self._layout.leaves(whole)
+        leaves, treedef = jax.tree.flatten(whole)
+        pairs = zip(layouts, leaves, strict=True)
+        return treedef.unflatten(
+            [leaf.wrap(jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=leaf.sharding)) for leaf, x in pairs]
+        )
+
+    def _global(self, rows: PyTree) -> PyTree:
+        """Returns the shapes of the leaves of the global batch, `[batch, ...]`."""
+        parts = self._share.num_replicas
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((parts * x.shape[1], *x.shape[2:]), x.dtype), rows)
+
+    def _place(self, leaf: LeafLayout, local: np.ndarray) -> Any:
+        part_rows, is_complete = local.shape[1], len(self._slots) == self._share.num_replicas
+        # Rows of some parts only: the stored array is split along its dimension of parts, or of rows, as the parts are.
+        is_by_part = leaf.split_dim == 0 and not is_complete
+        stored = local if is_by_part else leaf.stored(local.reshape(-1, *local.shape[2:]))
+        dim, size = (0, 1) if is_by_part else (int(leaf.is_per_replica), part_rows)
+
+        def block(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            if is_complete:
+                return stored[index]
+            start, stop, _ = index[dim].indices(leaf.shape[dim])
+            first = self._slots[start // size] * size + start % size
+            return stored[(*index[:dim], slice(first, first + stop - start), *index[dim + 1 :])]
+
+        return leaf.wrap(jax.make_array_from_callback(leaf.shape, leaf.sharding, block))

@@ -6,10 +6,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._src.core.arguments import as_int, enum_member
 from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import Replicas
+from jdist._src.values.batch_layout import BatchLayout
 from jdist._src.values.process_calls import processes_of
 
 
@@ -184,3 +186,16 @@ def process_share(replicas: Replicas, by_replica: bool = False) -> ProcessShare:
     if by_replica and replicas.batch_axes and len(processes) == 1:
         return ProcessShare((0,), 1)
     return ProcessShare(replicas.local_parts, replicas.num_parts, pipeline, len(processes))
+
+
+def layout_share(layout: BatchLayout, replicas: Replicas) -> ProcessShare:
+    """Returns the share of this process in batches that are split by a layout: the rows that one of its devices holds."""
+    share = process_share(replicas)
+    axes = layout.row_axes or ()
+    if axes == layout.default_axes:
+        return share
+    num_parts = layout.num_parts(axes)
+    sharding = NamedSharding(replicas.mesh, PartitionSpec(axes))
+    starts = sharding.addressable_devices_indices_map((num_parts,)).values()
+    parts = {index[0].start or 0 for index in starts if index is not None}
+    return dataclasses.replace(share, replicas=tuple(sorted(parts)), num_replicas=num_parts)

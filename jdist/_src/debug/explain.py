@@ -36,7 +36,7 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
         step: The result of `strategy.step` or of `jdist.step`, or a function `(state, *inputs) -> (state, outputs)`.
         args: The arguments of the step: arrays, or their shapes (`jax.ShapeDtypeStruct`).
         strategy: The strategy; by default the one that made the step, or the current strategy.
-        named: The inputs of a `jdist.step` by name.
+        named: The inputs by name, and static values.
 
     Returns:
         A `jdist.debug.Explanation`, which prints as a table. `explanation.save("step.svg")` writes a picture.
@@ -72,15 +72,13 @@ def _program(
     step: Any, args: tuple[PyTree, ...], named: dict[str, PyTree], strategy: Strategy | None
 ) -> tuple[Program, tuple[PyTree, ...]]:
     if isinstance(step, Step):
-        return step._program(strategy or step._current_strategy(), args, named)
-    if named:
-        raise TypeError(f"`explain` got the input `{next(iter(named))}` by name, which only a `jdist.step` accepts.")
+        step = step.on(strategy or step._current_strategy())
     if not isinstance(step, Program):
         check_callable(step)
-        return (strategy or get_strategy()).step(step), args
-    if strategy is not None and step.backend is not strategy._backend:
+        step = (strategy or get_strategy()).step(step)
+    elif strategy is not None and step.backend is not strategy._backend:
         raise ValueError("Another strategy made the step. Pass its function, `step.__wrapped__`, or no `strategy`.")
-    return step, args
+    return step._forms.bind(args, named)
 
 
 def _shape_if_remote(leaf: Any) -> Any:

@@ -3,7 +3,6 @@
 JAX reports errors in terms of buffers and devices. They are raised again in terms of the caller's values.
 """
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -171,19 +170,6 @@ def raise_option_error(error: Exception) -> None:
             '`XLA_FLAGS`, without the dashes: `{"xla_cpu_enable_fast_math": True}`. `jdist.xla_flags` returns recommended '
             "options."
         ) from error
-
-
-def named_arguments_text(name: str, fn: Any, named: Sequence[str]) -> str:
-    """Returns the message for arguments that are passed to a step by name."""
-    parameters = list(inspect.signature(fn).parameters) if fn is not None else []
-    unknown = [argument for argument in named if argument not in parameters]
-    message = f"`{name}` got {', '.join(f'`{argument}`' for argument in named)} by name. "
-    if not unknown:
-        return message + "A step takes its arguments by position: `step(state, *inputs)`."
-    return message + (
-        f"A step takes its arguments by position, and its function has no parameter `{unknown[0]}`: its parameters are "
-        f"{', '.join(f'`{parameter}`' for parameter in parameters) or 'not known'}."
-    )
 
 
 def _check_argument(name: str, leaf: Any) -> None:

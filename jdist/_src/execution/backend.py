@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jdist._src.core import jax_compat
@@ -197,5 +197,11 @@ class Backend(abc.ABC):
         if not is_distributed(item) or item._is_replicated:
             return self.replicas.replicated_sharding
         if isinstance(item, PerReplica):
-            return self.replicas.batch_sharding(leaf.shape)
+            return self.replicas.batch_sharding(leaf.shape) if item.spec is None else self._of_spec(item.spec, leaf)
         return NamedSharding(self.replicas.mesh, item._partition_spec(self.replicas.per_replica_axes))
+
+    def _of_spec(self, spec: PartitionSpec, leaf: Any) -> NamedSharding:
+        """Returns the sharding of a batch that a layout has split; if another strategy did so, that of a batch without one."""
+        mesh = self.replicas.mesh
+        axes = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+        return NamedSharding(mesh, spec) if axes <= {*mesh.axis_names} else self.replicas.batch_sharding(leaf.shape)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jdist._src.core.arguments import as_int, check_callable, function_name
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.execution.backend import Backend, ProgramSpec
+from jdist._src.execution.call_forms import CallForms, check_static_argnames
 from jdist._src.execution.multi_step import StackedInputs, StepLoop
 from jdist._src.execution.nn_module_stage import unpacked
 from jdist._src.execution.program import Program
@@ -32,6 +33,7 @@ class StepOptions:
         steps_per_call: The number of steps that one call runs, on lists of inputs; None for one step on its inputs.
         donate: Whether the new state reuses the memory of the old state.
         compiler_options: Options of XLA for the program.
+        static_argnames: The names of the last parameters that are Python values at trace time.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -42,6 +44,7 @@ class StepOptions:
     steps_per_call: int | None = None
     donate: bool = True
     compiler_options: Mapping[str, Any] | None = None
+    static_argnames: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision | None):
@@ -54,6 +57,12 @@ class StepOptions:
         if not isinstance(self.donate, bool):
             raise TypeError(f"`donate` is True or False, got {one_line(self.donate)}.")
         check_compiler_options(self.compiler_options)
+        names = (self.static_argnames,) if isinstance(self.static_argnames, str) else self.static_argnames
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"`static_argnames` must be the name of a parameter or a tuple of names, got {one_line(names)}."
+            )
+        object.__setattr__(self, "static_argnames", tuple(names))
 
 
 def check_compiler_options(options: Any) -> None:
@@ -107,7 +116,12 @@ def step_program(
 
     Several steps per call are one program that scans over them, if the backend supports it. On CPU devices a step with a
     convolution is called once per step. Virtual replicas run in a loop of their own in any case.
+
+    Raises:
+        ValueError: `static_argnames` are not the last parameters of `fn`.
     """
+    check_callable(fn)
+    check_static_argnames(fn, options.static_argnames)
 
     def user_call(args: Arguments) -> UserCall:
         if not args:
@@ -122,7 +136,14 @@ def step_program(
     stages = [StepPolicies(options.precision), StateUpdate()]
     program = _program(fn, user_call, split_result, backend, context, stages, options)
     functools.update_wrapper(program, fn, updated=())
-    program.options = options
+    program.options, program._has_static = options, bool(options.static_argnames)
+
+    def make(positional: Callable[..., Any]) -> Program:
+        form = step_program(positional, dataclasses.replace(options, static_argnames=()), backend, context)
+        form.on_trace.append(program._note_trace)
+        return form
+
+    program._forms = CallForms(fn, options.static_argnames, program, make)
     return program
 
 

@@ -15,8 +15,8 @@ from jdist._src.core import jax_compat
 from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree
 from jdist._src.core.uncopied import Uncopied
-from jdist._src.execution.argument_stages import named_arguments_text
 from jdist._src.execution.backend import ProgramSpec
+from jdist._src.execution.call_forms import CallForms
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
 from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica
@@ -33,8 +33,8 @@ _NO_MESH = Mesh(np.empty((), object), ())
 class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
     """A replica function compiled for the devices of a strategy: the result of `Strategy.step`.
 
-    `step(state, *inputs)` returns the new state and the outputs. `step.proof` reports which results are replicated, and
-    `step.__wrapped__` is the function.
+    `step(state, *inputs)` returns the new state and the outputs, with inputs by position or by name. `step.proof` reports which
+    results are replicated, and `step.__wrapped__` is the function.
 
     Args:
         spec: The function, the backend and the options.
@@ -43,6 +43,9 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
 
     __wrapped__: Callable[Concatenate[StateT, InputsT], tuple[Any, OutputsT]]
     options: Any  # of a step, its `StepOptions`
+    _forms: CallForms  # of a step, its programs for inputs by name and static values
+    _has_static = False
+    _last_form: "Program | None" = None  # the program of the last call, if it had inputs by name or static values
 
     def __init__(self, spec: ProgramSpec, stages: Sequence[Stage]):
         self.backend, self._name, self._spec, self._stages = spec.backend, spec.name, spec, stages
@@ -65,8 +68,11 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
 
         def __call__(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
             """Returns the new state and the outputs, as global values."""
-            if named:
-                raise TypeError(named_arguments_text(self._name, getattr(self, "__wrapped__", None), list(named)))
+            if named or self._has_static:
+                program, args = self._forms.bind(args, named)
+                self._last_form = program
+                return program.call(args)
+            self._last_form = None
             return self.call(args)
 
     def call(self, args: Arguments) -> Results:
@@ -88,9 +94,11 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
             hold_back()
             return pair
 
-    def lower(self, *args: PyTree) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
         """Returns the program lowered for arguments of these shapes: `lower(...).compile().as_text()`."""
-        return self._lower(args)
+        program, args = self._forms.bind(args, named) if named or self._has_static else (self, args)
+        self._last_form = program
+        return program._lower(args)
 
     def _trace_replica(self, *args: PyTree) -> TracedReplica:
         """Returns the traced program of one replica for arguments of these shapes. Its results may vary."""
@@ -116,16 +124,22 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         """The functions that are called with each trace of the program, while JAX traces it."""
         return self._compiled.on_trace
 
+    def _note_trace(self, traced: Traced) -> None:
+        """Notes the trace of a program of the same step, for other inputs by name or static values."""
+        for note in self.on_trace:
+            note(traced)
+
     @property
     def proof(self) -> Proof:
-        """The proof of the program that was traced last.
+        """The proof of the program that was traced last for the inputs by name and the static values of the last call.
 
         Raises:
             RuntimeError: The program was not traced yet.
         """
-        if self._compiled.proof is None:
+        proof = (self._last_form or self)._compiled.proof
+        if proof is None:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
-        return self._compiled.proof
+        return proof
 
     def __repr__(self) -> str:
         mesh = self.backend.replicas.mesh
@@ -139,8 +153,9 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
 
     def forget_arguments(self) -> None:
         """Lets later calls have other arguments than earlier ones, without a `RetraceWarning`."""
-        for stage in self._stages:
-            stage.forget_arguments()
+        for program in self._forms.programs:
+            for stage in program._stages:
+                stage.forget_arguments()
 
     def _wrapped_lower(self, lower: LowerFn) -> LowerFn:
         for stage in reversed(self._stages):

@@ -12,7 +12,7 @@ from jdist._src.cluster.resolver import ClusterResolver
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist._src.collectives.ops import axes_argument, axis_argument
 from jdist._src.core import activity, jax_compat
-from jdist._src.core.arguments import keyword_arguments
+from jdist._src.core.arguments import as_int, keyword_arguments
 from jdist._src.core.call_errors import explain_constructor, explains_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.migration_hints import explains_attributes
@@ -45,7 +45,8 @@ from jdist._src.strategies.late_bound_step import Step
 from jdist._src.strategies.pickling import with_devices, with_names
 from jdist._src.strategies.scope import Scope
 from jdist._src.values.base import DistributedValues
-from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch
+from jdist._src.values.batch_layout import BatchLayout
+from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch, split_by_layout
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.process_calls import launches_on
 from jdist._src.values.reduce_op import ReduceOp
@@ -226,6 +227,7 @@ class Strategy(Uncopied):
         steps_per_call: None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Program[_StateT, _InputsT, _OutputsT]: ...
 
     @overload
@@ -237,6 +239,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Program[_StateT, ..., _OutputsT]: ...
 
     @overload
@@ -247,6 +250,7 @@ class Strategy(Uncopied):
         steps_per_call: None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Callable[
         [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Program[_StateT, _InputsT, _OutputsT]
     ]: ...
@@ -259,6 +263,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
     @explains_arguments("step", "strategy.step")
@@ -270,6 +275,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        static_argnames: str | Sequence[str] = (),
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -288,17 +294,20 @@ class Strategy(Uncopied):
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
             compiler_options: Options of XLA for this program, such as `jdist.xla_flags("tpu").compiler_options`.
+            static_argnames: The names of the last parameters of `fn` that are Python values while it is traced, such as a flag
+                or an optimizer. They are hashable, and each combination of values has its own program.
 
         Returns:
-            The step for all replicas, a `jdist.Program`, called like `fn` with positional arguments. Its `proof` reports which
-            results are replicated, and `__wrapped__` is `fn`. Outputs are like the results of `run`.
+            The step for all replicas, a `jdist.Program`, called like `fn`: inputs by position or by name. Its `proof` reports
+            which results are replicated, and `__wrapped__` is `fn`. Outputs are like the results of `run`.
 
         Raises:
-            TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, `fn` did not return a pair,
-                or changed a structure, shape or dtype.
+            TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, the arguments do not fit the
+                parameters of `fn`, or `fn` did not return a pair, or changed a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
-            ValueError: `steps_per_call` is less than 1. When called: the state was donated before, or is placed on other
-                devices; or an input is not a list of `steps_per_call` values of the same shapes.
+            ValueError: `steps_per_call` is less than 1, or `static_argnames` are not the last parameters. When called: the
+                state was donated before, or is placed on other devices; or an input is not a list of `steps_per_call` values of
+                the same shapes.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -314,7 +323,7 @@ class Strategy(Uncopied):
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
-        options = StepOptions(precision, steps_per_call, donate, compiler_options)
+        options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames)
         if fn is ...:
             return functools.partial(self.step, **vars(options))
         if isinstance(fn, Step):
@@ -324,7 +333,12 @@ class Strategy(Uncopied):
         return step_program(fn, options, self._backend, self._context)
 
     def compile(
-        self, step: Any, state: PyTree, *inputs: PyTree, compiler_options: Mapping[str, Any] | None = None
+        self,
+        step: Any,
+        state: PyTree,
+        *inputs: PyTree,
+        compiler_options: Mapping[str, Any] | None = None,
+        **named: PyTree,
     ) -> jax.stages.Compiled:
         """Compiles a step for arguments of these shapes, without running it. The devices may be topology devices.
 
@@ -334,6 +348,7 @@ class Strategy(Uncopied):
             inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
                 `[replica, batch, ...]`, such as `dataset.element_spec` of a distributed data set.
             compiler_options: Options of XLA, such as `jdist.xla_flags("tpu").compiler_options`.
+            named: Inputs by name, and static values.
 
         Returns:
             The compiled program: `as_text()`, `memory_analysis()` per device, `cost_analysis()`.
@@ -350,7 +365,7 @@ class Strategy(Uncopied):
             )
         check_compiler_options(compiler_options)
         try:
-            return program.lower(state, *inputs).compile(program.compiler_options(compiler_options))
+            return program.lower(state, *inputs, **named).compile(program.compiler_options(compiler_options))
         except RuntimeError as error:
             raise_option_error(error)
             raise
@@ -482,10 +497,10 @@ class Strategy(Uncopied):
         return from_array_tree(jax.tree.unflatten(jax.tree.structure(arrays), self._put_shardings(arrays)))
 
     @overload
-    def split(self, batch: np.ndarray) -> jax.Array: ...
+    def split(self, batch: np.ndarray, *, axis: int = 0, layout: PyTree = None) -> jax.Array: ...
     @overload
-    def split(self, batch: _T) -> _T: ...
-    def split(self, batch: PyTree) -> PyTree:
+    def split(self, batch: _T, *, axis: int = 0, layout: PyTree = None) -> _T: ...
+    def split(self, batch: PyTree, *, axis: int = 0, layout: PyTree = None) -> PyTree:
         """Splits one global batch over the replicas, for a loop that has batches already.
 
         A batch that a step gets as plain arrays is replicated: every replica computes all of its examples.
@@ -494,22 +509,39 @@ class Strategy(Uncopied):
             batch: A tree of arrays `[batch, ...]`, of numpy or JAX; the number of replicas divides `batch`. On several
                 processes each one passes the same global batch, and its devices receive their parts. To read only its own
                 part, a process uses `distribute_dataset`.
+            axis: The dimension that is split. With 1, the sequences of a batch `[batch, sequence, ...]` are split: replica i
+                holds the i-th block of each sequence, and leaves are `[replica, batch, sequence / replica, ...]`. A leaf
+                without this dimension is replicated.
+            layout: A `jax.sharding.PartitionSpec` of the global batch for all leaves, or a tree of them with the structure
+                of the batch or of its upper levels: each names, by dimension, the mesh axes that split it. A leaf with fewer
+                dimensions uses the first entries. Under `ShardedStrategy` `PartitionSpec("data", "model")` splits the batch
+                over one axis and the sequences over the other. Under other strategies `"replica"` names all replicas,
+                other names for the axes of the devices of a replica, and a leaf whose spec does not name `"replica"` is
+                replicated.
 
         Returns:
             The same tree with a `PerReplica` `[replica, batch / replica, ...]` for each leaf, as `distribute_dataset` returns
-            it: replica i holds the i-th block of consecutive examples.
+            it: replica i holds the i-th block of consecutive examples. A step takes a leaf with this sharding.
 
         Raises:
-            TypeError: A leaf is not an array of numbers, or is split already.
-            ValueError: The examples do not split evenly, or the leaves have different numbers of them.
+            TypeError: A leaf is not an array of numbers, or is split already; or `layout` contains other values than specs.
+            ValueError: The examples do not split evenly, or the leaves have different numbers of them; or a spec names an axis
+                that does not exist, or does not divide its dimension.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> x, y = strategy.split((np.zeros((8, 3), np.float32), np.arange(8)))
             >>> x, y.tree.tolist()
             (PerReplica(float32[2,4,3]), [[0, 1, 2, 3], [4, 5, 6, 7]])
+            >>> strategy.split(np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), axis=1).tree.tolist()
+            [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
         """
         require_cross_replica_context("split")
+        if layout is not None or as_int("`axis`", axis, 0):
+            if layout is not None and axis:
+                raise ValueError("`axis` and `layout` both choose the dimension that is split. Pass one of them.")
+            chosen = BatchLayout.of_axis(axis, self.replicas) if layout is None else BatchLayout(layout, self.replicas)
+            return split_by_layout(batch, chosen, self.replicas)
         return split_batch(batch, self.replicas, self._put_shardings)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
@@ -548,6 +580,7 @@ class Strategy(Uncopied):
         prefetch: int = 2,
         cache: Cache | None = None,
         buckets: Buckets | None = None,
+        layout: PyTree = None,
     ) -> DistributedDataset:
         """Returns the batches of a data set, split over the replicas and prefetched to the devices.
 
@@ -571,6 +604,8 @@ class Strategy(Uncopied):
             cache: `"device"` stores the arrays of the source on every device, when the first batch is read. A batch then
                 consists of indices, and the program of the step gathers the examples. Order, values and positions are the same.
             buckets: The widths that batches of varying width are padded to, `jdist.data.Buckets((32, 64, 128))`.
+            layout: The dimensions of a batch that are split, as in `split`. The weights of `"pad"` are split like the first
+                one. On several processes each one reads the examples of which its devices hold a part.
 
         Returns:
             Batches with the structure of the source's elements and `PerReplica` leaves `[replica, batch / replica, ...]`: for
@@ -590,7 +625,18 @@ class Strategy(Uncopied):
             [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
         """
         return dataset_from_source(
-            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, cache, buckets, self.replicas
+            source,
+            batch_size,
+            shuffle,
+            seed,
+            epochs,
+            remainder,
+            auto_shard,
+            prefetch,
+            cache,
+            buckets,
+            self.replicas,
+            None if layout is None else BatchLayout(layout, self.replicas),
         )
 
     def distribute_datasets_from_function(

@@ -16,7 +16,7 @@ from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, curr
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.keras_distribution import keras_distribution
-from jdist._src.strategies.late_bound_step import Step, check_static_argnames
+from jdist._src.strategies.late_bound_step import Step
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.strategies.own_devices import check_own_devices
 
@@ -173,8 +173,7 @@ def step(
         steps_per_call: See `jdist.Strategy.step`.
         donate: See `jdist.Strategy.step`.
         compiler_options: See `jdist.Strategy.step`.
-        static_argnames: The names of the last parameters of `fn` that are Python values while it is traced, such as a flag or
-            an optimizer. They are hashable, and each combination of values has its own program.
+        static_argnames: See `jdist.Strategy.step`.
 
     Returns:
         A `jdist.Step`. `step.on(strategy)` is its program for a strategy, and `step.__wrapped__` is `fn`, which outside any
@@ -201,11 +200,11 @@ def step(
         >>> print(descend.proof)
         2 of 2 results are replicated
     """
-    options = StepOptions(precision, steps_per_call, donate, compiler_options)
+    options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames)
     if fn is ...:
-        return functools.partial(step, **vars(options), static_argnames=static_argnames)
+        return functools.partial(step, **vars(options))
     check_callable(fn)
-    return Step(fn, options, check_static_argnames(fn, static_argnames), _strategy_of_program)
+    return Step(fn, options, _strategy_of_program)
 
 
 def _strategy_of_program() -> Strategy:

@@ -12,7 +12,7 @@ from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, has_model_axes
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.virtual import VirtualBackend
-from jdist._src.values.state_sharding import Layout, StateSharding, check_layout
+from jdist._src.values.state_sharding import Layout, StateSharding, layout_rules
 
 
 def replica_backend(
@@ -43,7 +43,7 @@ def replica_backend(
         raise ValueError(
             f"`HierarchicalAllReduce` reduces over two axes, and `axis_name={axis_name!r}` names one. Omit one of them."
         )
-    check_layout(layout)
+    patterns = layout_rules(layout)
     if layout is not None and not has_model_axes(mesh):
         raise ValueError(
             "`layout` partitions the model of a replica over several devices, and here a replica is one device. Pass a mesh "
@@ -54,5 +54,5 @@ def replica_backend(
     replicas = Replicas.from_mesh(mesh, virtual_replicas, None if axis_name == REPLICA_AXIS else axis_name)
     rules = None
     if has_model_axes(mesh):
-        rules = StateSharding(mesh, None, "optimizer", dict(layout or {}), replica_axes=replicas.mesh_axes)
+        rules = StateSharding(mesh, None, "optimizer", **patterns, replica_axes=replicas.mesh_axes)
     return (VirtualBackend if is_virtual else ShardMapBackend)(replicas, rules), ops, options

@@ -18,7 +18,7 @@ from jdist._src.devices.mesh import (
 from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.own_devices import check_own_devices
-from jdist._src.values.state_sharding import Layout, Shard, StateSharding, check_layout
+from jdist._src.values.state_sharding import Layout, Shard, StateSharding, layout_rules
 
 _DATA_AXIS = "data"
 _OTHER_NAMES = {
@@ -54,7 +54,9 @@ class ShardedStrategy(Strategy):
             `PartitionSpec`: `{"dense/kernel": PartitionSpec(None, "model")}`. Where no pattern matches, the partition metadata
             of flax applies (`nn.with_partitioning`, `nn.with_logical_partitioning`, `out_sharding` of `nnx` variables), without
             names that are not axes of the mesh. The state that an optimizer stores for a parameter is split like the
-            parameter, and `shard` applies in addition.
+            parameter, and `shard` applies in addition. Or an ordered list of rules `(pattern, spec)`, as t5x, EasyLM and
+            MaxText write them: the first match applies, a spec may be a tuple or None, a rule may match no parameter, and
+            leaves of one element are replicated. To a leaf that no rule matches the metadata applies, as with a mapping.
         offload: `"optimizer"` stores the arrays of the optimizer's state in the memory of the devices' hosts between calls of
             the step, each device's part in that of its host; the step copies them to the devices and back. The results are the
             same. It saves device memory between the steps, not during a step. On TPUs, a part that does not consist of tiles of
@@ -93,13 +95,13 @@ class ShardedStrategy(Strategy):
             check_own_devices("`ShardedStrategy`", None, line("jax.local_devices()"), line("jax.devices()"))
             mesh = Mesh(np.array(jax.local_devices()), (_DATA_AXIS,), axis_types=(AxisType.Auto,))
         _check_mesh(mesh, model_axis, axis_name)
-        check_layout(layout)
+        layout_fields = layout_rules(layout)
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
         replicas = Replicas(mesh, 1, batch_axes=batch_axes, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
         arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout, "axis_name": axis_name}
         if offload is not None:
             arguments["offload"] = offload
-        rules = StateSharding(mesh, batch_axes[-1], shard, dict(layout or {}), host_tile=_host_tile(offload, mesh))
+        rules = StateSharding(mesh, batch_axes[-1], shard, host_tile=_host_tile(offload, mesh), **layout_fields)
         backend = AutoShardedBackend(replicas, rules)
         super().__init__(backend, arguments=arguments)
         self._on_mesh = backend.to_mesh

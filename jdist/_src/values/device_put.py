@@ -18,6 +18,7 @@ from jdist._src.values.aggregation import VariableAggregation, check_mean
 from jdist._src.values.array_checks import check_not_deleted, check_value, is_on_mesh
 from jdist._src.values.array_copies import device_put_copy
 from jdist._src.values.base import DistributedValues, is_distributed, named_values
+from jdist._src.values.batch_layout import BatchLayout
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.process_checks import check_same_on_processes, exchange_rows, put_local_rows
@@ -178,11 +179,7 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
     """
     leaves = named_values("batch", batch)
     _check_leaves(leaves, replicas)
-    for node in jax.tree.leaves(batch, is_leaf=is_distributed):
-        if is_distributed(node):
-            raise TypeError(
-                f"`split` takes one global batch of plain arrays `[batch, ...]`, got {one_line(node)}, which is already split."
-            )
+    _check_not_split(batch)
     for name, leaf in leaves:
         sizes = np.shape(leaf)[:1]
         if not any(sizes) or sizes != np.shape(leaves[0][1])[:1]:
@@ -206,6 +203,25 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
     rows = [x.reshape((replicas.size, x.shape[0] // replicas.size, *x.shape[1:])) for x in arrays]
     placed = map(device_put_copy, rows, shardings(treedef.unflatten(map(PerReplica, rows))))
     return treedef.unflatten(map(PerReplica, placed))
+
+
+def split_by_layout(batch: PyTree, layout: BatchLayout, replicas: Replicas) -> PyTree:
+    """Returns a global batch, each leaf placed as the layout specifies. See `split_batch`."""
+    leaves = named_values("batch", batch)
+    _check_leaves(leaves, replicas)
+    _check_not_split(batch)
+    arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for _, leaf in leaves]
+    treedef = jax.tree.structure(batch)
+    pairs = zip(layout.leaves(treedef.unflatten(arrays)), arrays, strict=True)
+    return treedef.unflatten([leaf.wrap(device_put_copy(leaf.stored(x), leaf.sharding)) for leaf, x in pairs])
+
+
+def _check_not_split(batch: PyTree) -> None:
+    for node in jax.tree.leaves(batch, is_leaf=is_distributed):
+        if is_distributed(node):
+            raise TypeError(
+                f"`split` takes one global batch of plain arrays `[batch, ...]`, got {one_line(node)}, which is already split."
+            )
 
 
 def put_on_every_replica(node: PyTree, replicas: Replicas) -> PyTree:

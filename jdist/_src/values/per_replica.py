@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, one_line
 from jdist._src.devices.mesh import replicated_sharding, spans_devices
@@ -52,6 +53,8 @@ class PerReplica(_ReadOnDemand, DistributedValues):
         tree: On the host, a tree of `[replica, ...]` arrays, sharded along the first dimension.
         shapes: None, or for each leaf the shape on each replica, where the replicas hold values of different shapes. The rows
             are then padded with zeros to one shape; `values` returns them without padding. See `padded`.
+        spec: None, or the `PartitionSpec` of the leaves, where another one than that of a batch was chosen: `layout=` of
+            `Strategy.split`. A step takes the leaves with this sharding.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -68,6 +71,7 @@ class PerReplica(_ReadOnDemand, DistributedValues):
     _is_stacked = True
     tree: PyTree
     shapes: tuple[Shapes, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    spec: PartitionSpec | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def values(self) -> tuple[PyTree, ...]:
@@ -159,12 +163,14 @@ def unread(rows: UnreadRows) -> PerReplica:
     """Returns a value whose tree is the array of `rows`, which is made when it is read."""
     value = object.__new__(PerReplica)
     _set_shapes(value, None)
+    _set_spec(value, None)
     _set_unread(value, rows)
     return value
 
 
 # As `object.__setattr__`, in less time. A class with slots has a descriptor for each.
-_set_shapes, _set_unread = PerReplica.__dict__["shapes"].__set__, _ReadOnDemand.__dict__["_unread"].__set__
+_set_shapes, _set_spec = PerReplica.__dict__["shapes"].__set__, PerReplica.__dict__["spec"].__set__
+_set_unread = _ReadOnDemand.__dict__["_unread"].__set__
 
 
 def unread_rows(value: Any) -> UnreadRows | None:

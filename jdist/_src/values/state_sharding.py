@@ -1,10 +1,10 @@
 """`StateSharding`: over which mesh axes each dimension of each leaf of a state is split.
 
 A leaf is split in two stages. First, a *pattern* of `layout` that matches the path of a parameter defines its split for tensor
-parallelism; where no pattern matches, the partition metadata of flax does (`nn.with_partitioning`,
-`nn.with_logical_partitioning`, `out_sharding` of an `nnx.Variable`). The moments that an optimizer stores for a parameter are
-split like the parameter. Second, if data parallelism does not need a full copy of the leaf on every device, its largest
-remaining dimension that is divisible is split over the data axis.
+parallelism, of a list of rules the first one that matches. Where no pattern matches, the partition metadata of flax does
+(`nn.with_partitioning`, `nn.with_logical_partitioning`, `out_sharding` of an `nnx.Variable`). The moments
+that an optimizer stores for a parameter are split like the parameter. Second, if data parallelism does not need a full copy of
+the leaf on every device, its largest remaining dimension that is divisible is split over the data axis.
 
 The leaves of optimizer states are recognized by declared facts:
 
@@ -46,15 +46,9 @@ from jdist._src.values.base import is_distributed
 from jdist._src.values.replica_rows import Shape
 
 Shard: TypeAlias = Literal["optimizer", "gradients", "all"]
-Layout: TypeAlias = Mapping[str, PartitionSpec]
+Layout: TypeAlias = Mapping[str, PartitionSpec] | Sequence[tuple[str, Any]]
 _OPTIMIZER_KEYS = frozenset(("opt_state", "optimizer", "optimizer_state"))
 _SEPARATOR = "/"
-
-
-def check_layout(layout: object) -> None:
-    """Raises TypeError if the argument `layout` of a strategy is not a `Layout` or None."""
-    if not isinstance(layout, Mapping | None):
-        raise TypeError(f"`layout` maps patterns to `PartitionSpec`s, got {type(layout).__name__}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +91,8 @@ class StateSharding:
             array to be stored in host memory; `()` for all arrays.
         replica_axes: The mesh axes over which the first dimension of a `[replica, ...]` leaf is split. A leaf is split over the
             other axes of the mesh only.
+        first_match: Whether the first pattern that matches applies, and patterns may match nothing. Leaves of one element are
+            then replicated.
     """
 
     mesh: Mesh
@@ -106,6 +102,7 @@ class StateSharding:
     tile: Shape = ()
     host_tile: Shape | None = None
     replica_axes: tuple[str, ...] = ()
+    first_match: bool = False
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
@@ -116,6 +113,7 @@ class StateSharding:
                     "`layout` must map patterns, which are strings, to `jax.sharding.PartitionSpec`s, got "
                     f"{pattern!r}: {one_line(spec)}."
                 )
+            source = self._source(pattern)
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -126,14 +124,12 @@ class StateSharding:
             unknown_axes = [axis for axis in axes if axis not in self._split_axes]
             if unknown_axes:
                 raise ValueError(
-                    f"`layout[{pattern!r}]` names the axis {unknown_axes[0]!r}, and the mesh has "
+                    f"{source} names the axis {unknown_axes[0]!r}, and the mesh has "
                     f"{', '.join(self._split_axes)}{' within a replica' if self.replica_axes else ''}."
                 )
             if len(set(axes)) < len(axes):
                 duplicate = next(axis for axis in axes if axes.count(axis) > 1)
-                raise ValueError(
-                    f"`layout[{pattern!r}]` is {spec} and names the axis {duplicate!r} twice. Name each axis once."
-                )
+                raise ValueError(f"{source} is {spec} and names the axis {duplicate!r} twice. Name each axis once.")
 
     @property
     def _split_axes(self) -> list[str]:
@@ -147,7 +143,8 @@ class StateSharding:
             is_state: Whether `tree` is a complete state, in which every pattern must match a parameter.
 
         Raises:
-            ValueError: A pattern matches no parameter, two patterns match the same one, or a spec does not fit its shape.
+            ValueError: A spec does not fit its shape. Without `first_match`: a pattern matches no parameter, or two patterns
+                match the same one.
 
         Warns:
             UnrecognizedOptimizerStateWarning: A node of a complete state looks like the state of an optimizer, is not
@@ -218,23 +215,37 @@ class StateSharding:
         """Returns the spec of each parameter that a pattern matches or that has partition metadata, by its path."""
         parameters = [leaf for leaf in leaves if not leaf.is_optimizer]
         specs: dict[tuple[str, ...], PartitionSpec] = {}
-        unused_patterns = set(self.patterns)
+        unused_patterns = set() if self.first_match else set(self.patterns)
+        misfits: list[str] = []
         for leaf in parameters:
+            if self.first_match and math.prod(leaf.shape) == 1:
+                continue
             path = _SEPARATOR.join(leaf.path)
             matches = [pattern for pattern in self.patterns if re.search(pattern, path)]
+            if self.first_match:
+                matches = matches[:1]
             if len(matches) > 1:
                 raise ValueError(
                     f"{leaf.name} ({path}) is matched by {len(matches)} patterns of `layout`, {_listed(matches)}. Make the "
                     "patterns exclude each other."
                 )
             for pattern in matches:
-                specs[leaf.path] = self.patterns[pattern]
-                self._check_fit(f"`layout[{pattern!r}]`", specs[leaf.path], leaf, "Split another dim, or pad this one.")
+                specs[leaf.path] = spec = self.patterns[pattern]
+                if self.first_match and len(spec) > len(leaf.shape):
+                    misfits.append(f"{path}, {dtype_and_shape(leaf.value)}, by ({pattern!r}, {spec})")
+                    continue
+                self._check_fit(self._source(pattern), spec, leaf, "Split another dim, or pad this one.")
                 unused_patterns.discard(pattern)
             if not matches and leaf.metadata is not None:
                 specs[leaf.path] = self._on_mesh(leaf.metadata)
                 fix = f"Change the metadata, or override it: `layout={{{re.escape(path)!r}: PartitionSpec()}}`."
                 self._check_fit("its partition metadata", specs[leaf.path], leaf, fix)
+        if misfits:
+            listed = "\n  ".join(misfits)
+            raise ValueError(
+                f"{len(misfits)} leaves have fewer dims than the first rule of `layout` that matches them:\n  {listed}\n"
+                "Add a rule for these leaves before it, such as `(path, PartitionSpec())`."
+            )
         # A tree passed to `put` may be any tree; if it matches some of the patterns, it must be a state, and match all. A state
         # of metrics matches none.
         is_model_state = len(unused_patterns) < len(self.patterns) or (
@@ -246,6 +257,10 @@ class StateSharding:
                 f"{_listed([_SEPARATOR.join(leaf.path) for leaf in parameters])}."
             )
         return specs
+
+    def _source(self, pattern: str) -> str:
+        """Returns the rule as messages name it."""
+        return f"The rule {pattern!r} of `layout`" if self.first_match else f"`layout[{pattern!r}]`"
 
     def _on_mesh(self, metadata: PartitionSpec) -> PartitionSpec:
         """Returns `metadata` without the names that are not axes of the mesh: these dimensions are not split."""
@@ -283,6 +298,36 @@ class StateSharding:
             return spec
         dims[max(candidates, key=lambda dim: leaf.shape[dim])] = self.axis
         return PartitionSpec(*dims)
+
+
+def layout_rules(layout: Any) -> dict[str, Any]:
+    """Returns the fields `patterns` and `first_match` of `StateSharding` for the argument `layout` of a strategy.
+
+    Raises:
+        TypeError: It is not a mapping, and not a list of rules.
+
+    Example:
+        >>> layout_rules([("kernel", PartitionSpec("data")), ("bias", None), (".*", ("data",))])["patterns"]
+        {'kernel': P('data',), 'bias': P(), '.*': P('data',)}
+    """
+    if layout is None or isinstance(layout, Mapping):
+        return {"patterns": dict(layout or {}), "first_match": False}
+    if not isinstance(layout, (list, tuple)):
+        raise TypeError(
+            "`layout` maps patterns to `PartitionSpec`s, or is a list of pairs of them, of which the first match applies, got "
+            f"{type(layout).__name__}."
+        )
+    patterns: dict[str, PartitionSpec] = {}
+    for number, rule in enumerate(layout):
+        is_pair = isinstance(rule, (list, tuple)) and len(rule) == 2 and isinstance(rule[0], str)
+        if not is_pair or not isinstance(rule[1], PartitionSpec | tuple | None):
+            raise TypeError(
+                f"`layout[{number}]` must be a pair of a regular expression and a `PartitionSpec`, a tuple or None, got "
+                f"{one_line(rule)}."
+            )
+        pattern, spec = rule
+        patterns.setdefault(pattern, spec if isinstance(spec, PartitionSpec) else PartitionSpec(*spec or ()))
+    return {"patterns": patterns, "first_match": True}
 
 
 def state_leaves(state: PyTree) -> list[StateLeaf]:
