@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._src.core import source_lines
 
-# Whether an axis that the mesh does not have is an error in a direct `with_sharding_constraint`; None outside replica functions.
+# Whether an unknown axis in a direct `with_sharding_constraint` is an error; None outside replica functions.
 _is_strict: ContextVar[bool | None] = ContextVar("jdist_strict_annotations", default=None)
 
 

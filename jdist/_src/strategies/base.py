@@ -30,6 +30,7 @@ from jdist._src.execution.argument_stages import raise_option_error
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.build_programs import (
     StepOptions,
+    View,
     check_compiler_options,
     init_program,
     run_program,
@@ -226,6 +227,7 @@ class Strategy(Uncopied):
         steps_per_call: None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        view: View = "replica",
     ) -> Program[_StateT, _InputsT, _OutputsT]: ...
 
     @overload
@@ -237,6 +239,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        view: View = "replica",
     ) -> Program[_StateT, ..., _OutputsT]: ...
 
     @overload
@@ -247,6 +250,7 @@ class Strategy(Uncopied):
         steps_per_call: None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        view: View = "replica",
     ) -> Callable[
         [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Program[_StateT, _InputsT, _OutputsT]
     ]: ...
@@ -259,6 +263,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        view: View = "replica",
     ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
     @explains_arguments("step", "strategy.step")
@@ -270,6 +275,7 @@ class Strategy(Uncopied):
         steps_per_call: int | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
+        view: View = "replica",
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -288,6 +294,9 @@ class Strategy(Uncopied):
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
             compiler_options: Options of XLA for this program, such as `jdist.xla_flags("tpu").compiler_options`.
+            view: `"global"` for a step of the global batch that is written for `jax.jit`, without `jdist.all_reduce`. Only a
+                strategy with one replica can run it, such as `ShardedStrategy`. The batch is the same value as otherwise
+                (`strategy.split`, `distribute_dataset`); every result is a plain array, and none has to be proved.
 
         Returns:
             The step for all replicas, a `jdist.Program`, called like `fn` with positional arguments. Its `proof` reports which
@@ -297,8 +306,9 @@ class Strategy(Uncopied):
             TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, `fn` did not return a pair,
                 or changed a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
-            ValueError: `steps_per_call` is less than 1. When called: the state was donated before, or is placed on other
-                devices; or an input is not a list of `steps_per_call` values of the same shapes.
+            ValueError: `steps_per_call` is less than 1; `view` is unknown, or is `"global"` and there are several replicas.
+                When called: the state was donated before, or is placed on other devices; or an input is not a list of
+                `steps_per_call` values of the same shapes.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -314,7 +324,7 @@ class Strategy(Uncopied):
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
-        options = StepOptions(precision, steps_per_call, donate, compiler_options)
+        options = StepOptions(precision, steps_per_call, donate, compiler_options, view)
         if fn is ...:
             return functools.partial(self.step, **vars(options))
         if isinstance(fn, Step):
