@@ -157,22 +157,6 @@ def end_interrupted_trace() -> None:
         private.reset_trace_state()
 
 
-@contextlib.contextmanager
-def without_mesh() -> Iterator[None]:
-    """Leaves the mesh of `jax.set_mesh` while the block runs, with the cache keys of code that never entered it."""
-    with jax.set_mesh(_NO_MESH):  # restores the mesh
-        if _NO_MESH_IS_NONE:
-            from jax._src import config  # no public name for it
-
-            for context in (config.abstract_mesh_context_manager, config.device_context):  # pyright: ignore
-                context.set_local(None)
-        yield
-
-
-_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
-_NO_MESH_IS_NONE = jax.__version_info__ < (0, 11)  # an empty mesh is another key of JAX's cache there
-
-
 def refuse_to_compile(tree: Any, message: str) -> Any:
     """Returns `tree`. A trace that contains it is valid, and compiling the trace raises ValueError."""
     return jax.tree.map(lambda leaf: _refusal().bind(leaf, message=message), tree)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from jdist._src.core import jax_compat
 from jdist._src.core.trace_key import is_keyed, unkeyed
@@ -25,6 +27,7 @@ from jdist._src.replica.context import in_replica_function
 StateT = TypeVar("StateT")
 InputsT = ParamSpec("InputsT")
 OutputsT = TypeVar("OutputsT")
+_NO_MESH = Mesh(np.empty((), object), ())
 
 
 class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
@@ -170,5 +173,5 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
 @contextlib.contextmanager
 def outside_mesh() -> Iterator[None]:
     """Leaves the host's contexts: `strategy.scope()`, in which programs would be compiled again, and `jax.set_mesh`."""
-    with unkeyed(), jax_compat.without_mesh():
+    with unkeyed(), jax.set_mesh(_NO_MESH):
         yield
