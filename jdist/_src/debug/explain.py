@@ -58,7 +58,7 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
     program, args = _program(step, args, named, strategy)
     args = jax.tree.map(_shape_if_remote, args, is_leaf=lambda leaf: isinstance(leaf, RemoteArray))
     traced = program._trace_replica(*args)
-    axes = program._spec.context.axes
+    axes = program._spec.varying_axes
     jaxpr = jax_compat.open_jaxpr(traced.program)
     inputs = analysis_inputs(traced.function.items, traced.names, axes)
     variations = replication.prove(jaxpr, inputs, axes)

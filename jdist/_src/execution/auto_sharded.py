@@ -6,6 +6,7 @@ axis. Sharding constraints on the arguments, the state and the results determine
 collectives.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -40,11 +41,18 @@ class AutoShardedBackend(Backend):
         super().__init__(replicas)
         self._rules = self.state_sharding = state_sharding
 
+    def trace(self, function: ReplicaFunction) -> Any:
+        """See `Backend.trace`. As under `jax.set_mesh`: sharding annotations and `jax.shard_map` use the mesh."""
+        with self._mesh_in_context():
+            return super().trace(function)
+
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
         state, inputs = function.unwrapped[: function.num_state], function.items[function.num_state :]
         arguments = jax.tree.leaves(jax.tree.map(to_device_memory, [*state, *map(self._constrain_batch, inputs)]))
-        return results.to_blocks(results.as_trees(eliminate_collectives(program, self.replicas.axes, arguments)))
+        with self._mesh_in_context():
+            leaves = eliminate_collectives(program, self.replicas.axes, arguments)
+        return results.to_blocks(results.as_trees(leaves))
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `Backend.state_shardings`."""
@@ -67,6 +75,10 @@ class AutoShardedBackend(Backend):
         is_state = bool(jax.tree.leaves(state))
         new_state = constrain(state, self.state_shardings(state, is_state))
         return new_state, constrain(outputs, self.input_shardings(outputs))
+
+    def _mesh_in_context(self) -> contextlib.AbstractContextManager[Any]:
+        # `jax.set_mesh` cannot be called while JAX traces.
+        return jax.sharding.use_abstract_mesh(self.replicas.mesh.abstract_mesh)
 
     def _constrain_batch(self, item: Any) -> PyTree:
         if isinstance(item, PerReplica):

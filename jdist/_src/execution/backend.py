@@ -122,6 +122,7 @@ class ProgramSpec:
         has_state: Whether the first argument is a state, which the program replaces.
         donates: Whether the memory of that state is reused for the new state.
         compiler_options: Options of XLA that the user gave.
+        is_global: Whether the function is in the global view: it is of one replica and written as such.
     """
 
     name: str
@@ -134,6 +135,12 @@ class ProgramSpec:
     has_state: bool = False
     donates: bool = False
     compiler_options: Mapping[str, Any] | None = None
+    is_global: bool = False
+
+    @property
+    def varying_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which the analysis follows values that may differ; in the global view no value differs."""
+        return () if self.is_global else self.context.axes
 
     def shardings(self, args: Arguments) -> list[NamedSharding]:
         """Returns the sharding of each leaf of the arguments, as the compiled program takes them."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jdist._src.execution.traced import Arguments, Results, UserCall
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.precision import Precision
 
+View: TypeAlias = Literal["replica", "global"]
+
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
@@ -34,10 +36,11 @@ class StepOptions:
         donate: Whether the new state reuses the memory of the old state.
         compiler_options: Options of XLA for the program.
         static_argnames: The names of the last parameters that are Python values at trace time.
+        view: What the function sees: the part of one replica, or the global batch.
 
     Raises:
         TypeError: An option has the wrong type.
-        ValueError: `steps_per_call` is less than 1.
+        ValueError: `steps_per_call` is less than 1, or `view` is unknown.
     """
 
     precision: Precision | None = None
@@ -45,6 +48,7 @@ class StepOptions:
     donate: bool = True
     compiler_options: Mapping[str, Any] | None = None
     static_argnames: str | Sequence[str] = ()
+    view: View = "replica"
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision | None):
@@ -63,6 +67,11 @@ class StepOptions:
                 f"`static_argnames` must be the name of a parameter or a tuple of names, got {one_line(names)}."
             )
         object.__setattr__(self, "static_argnames", tuple(names))
+        if self.view not in get_args(View):
+            raise ValueError(
+                '`view` is "replica", for a step of one replica, or "global", for a step of the global batch, got '
+                f"{one_line(self.view)}."
+            )
 
 
 def check_compiler_options(options: Any) -> None:
@@ -132,6 +141,8 @@ def step_program(
         args = unpacked(args, has_state=True)
         return UserCall(fn, [x.split() if isinstance(x, StackedInputs) else x for x in args], {})
 
+    if options.view == "global":
+        _check_global_view(fn, context)
     warn_of_many_programs(fn, backend)
     stages = [StepPolicies(options.precision), StateUpdate()]
     program = _program(fn, user_call, split_result, backend, context, stages, options)
@@ -145,6 +156,22 @@ def step_program(
 
     program._forms = CallForms(fn, options.static_argnames, program, make)
     return program
+
+
+def _check_global_view(fn: Any, context: ReplicaContext) -> None:
+    """Raises ValueError if a step in the global view would compute something else in this context."""
+    if context.num_replicas_in_sync == 1 and not context.is_asynchronous:
+        return
+    reason = (
+        "workers update the state at different times, each from its own batch"
+        if context.is_asynchronous
+        else f"each of {context.num_replicas_in_sync} replicas would update its copy of the state from its part of the batch"
+    )
+    raise ValueError(
+        f'`{function_name(fn)}` has `view="global"`, so it is a step of the global batch. Under '
+        f"`{type(context.strategy).__name__}`, {reason}. `jdist.ShardedStrategy` runs it as it is. To run it here, leave "
+        '`view` out, and add the line `grads = jdist.all_reduce("mean", grads)` before the update.'
+    )
 
 
 def _program(
@@ -162,7 +189,17 @@ def _program(
     user_stages: Sequence[Stage] = getattr(fn, "program_stages", list)()
     donates = options.donate and all(stage.donates for stage in user_stages)
     spec = ProgramSpec(
-        name, user_call, as_pair, backend, context, function_stages, user_stages, has_state, donates, compiler_options
+        name,
+        user_call,
+        as_pair,
+        backend,
+        context,
+        function_stages,
+        user_stages,
+        has_state,
+        donates,
+        compiler_options,
+        options.view == "global",
     )
     loop = None if options.steps_per_call is None else StepLoop(spec, options.steps_per_call)
     return Program(spec, stages_of(spec, loop))

@@ -18,6 +18,7 @@ import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
+from jdist._src.core.jax_compat import Jaxpr
 from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.stage import Stage
@@ -70,23 +71,28 @@ def replicate(
         ValueError: A wrapper among the arguments does not fit the replicas.
     """
     function, names, program, results = trace_replica(call, spec, stages)
-    backend, context, has_state = spec.backend, spec.context, spec.has_state
     jaxpr = jax_compat.open_jaxpr(program)
     check_no_captured_ref(jaxpr)
-    inputs = analysis_inputs(function.items, names, context.axes)
-    variations = replication.prove(jaxpr, inputs, context.axes)
-    clip_check.warn_of_clipped_gradients(jaxpr)
-    num_state_leaves = len(jax.tree.leaves(call.args[0])) if has_state else 0
-    check_examples(jaxpr, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
-    if has_state:
-        replicas = backend.replicas  # one replica that spans devices splits its batch too
-        workers = "devices" if replicas.batch_axes else "replicas"
-        warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, context.axes, replicas.num_parts, workers)
-    results = _with_wrappers(results, variations)
+    inputs = analysis_inputs(function.items, names, spec.varying_axes)
+    results = _with_wrappers(results, replication.prove(jaxpr, inputs, spec.varying_axes))
+    if spec.varying_axes:
+        _check_for_replicas(jaxpr, inputs, call, spec)
     run = program
     for stage in stages:
         run = stage.wrap_program(run)
-    return Traced(results.as_pair(backend.run(function, run, results)), _proof(results), program)
+    return Traced(results.as_pair(spec.backend.run(function, run, results)), _proof(results), program)
+
+
+def _check_for_replicas(jaxpr: Jaxpr, inputs: Sequence[replication.Input], call: UserCall, spec: ProgramSpec) -> None:
+    """Warns where several replicas compute something else than one, or all compute the same."""
+    axes, replicas = spec.varying_axes, spec.backend.replicas
+    clip_check.warn_of_clipped_gradients(jaxpr)
+    num_state_leaves = len(jax.tree.leaves(call.args[0])) if spec.has_state else 0
+    check_examples(jaxpr, inputs, num_state_leaves, axes, spec.context.num_replicas_in_sync)
+    if spec.has_state:
+        # One replica that spans devices splits its batch too.
+        workers = "devices" if replicas.batch_axes else "replicas"
+        warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, axes, replicas.num_parts, workers)
 
 
 def trace_replica(call: UserCall, spec: ProgramSpec, stages: Sequence[Stage]) -> TracedReplica:

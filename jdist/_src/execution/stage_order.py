@@ -1,6 +1,7 @@
 """The stages of the programs of `Strategy.run`, `Strategy.init` and `Strategy.step`, in order."""
 
 from jdist._src.devices.dispatch import is_bounded
+from jdist._src.execution.annotation_stage import ShardingAnnotations
 from jdist._src.execution.argument_stages import ArgumentErrors, HostValues
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.cpu_stages import DonatedMemory, OneAtATime
@@ -35,6 +36,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
         ),  # of all steps, before the first one runs
         RepeatedSteps(loop) if loop else None,  # what follows runs once per step
         *spec.user_stages,  # around all that a step computes
+        ShardingAnnotations(is_strict=bool(spec.backend.replicas.batch_axes)),
         HostCalls(spec),
         *own,
         processes,

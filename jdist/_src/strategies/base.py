@@ -30,6 +30,7 @@ from jdist._src.execution.argument_stages import raise_option_error
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.build_programs import (
     StepOptions,
+    View,
     check_compiler_options,
     init_program,
     run_program,
@@ -228,6 +229,7 @@ class Strategy(Uncopied):
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
+        view: View = "replica",
     ) -> Program[_StateT, _InputsT, _OutputsT]: ...
 
     @overload
@@ -240,6 +242,7 @@ class Strategy(Uncopied):
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
+        view: View = "replica",
     ) -> Program[_StateT, ..., _OutputsT]: ...
 
     @overload
@@ -251,6 +254,7 @@ class Strategy(Uncopied):
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
+        view: View = "replica",
     ) -> Callable[
         [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Program[_StateT, _InputsT, _OutputsT]
     ]: ...
@@ -264,6 +268,7 @@ class Strategy(Uncopied):
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
+        view: View = "replica",
     ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
     @explains_arguments("step", "strategy.step")
@@ -276,6 +281,7 @@ class Strategy(Uncopied):
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
+        view: View = "replica",
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -296,6 +302,9 @@ class Strategy(Uncopied):
             compiler_options: Options of XLA for this program, such as `jdist.xla_flags("tpu").compiler_options`.
             static_argnames: The names of the last parameters of `fn` that are Python values while it is traced, such as a flag
                 or an optimizer. They are hashable, and each combination of values has its own program.
+            view: `"global"` for a step of the global batch that is written for `jax.jit`, without `jdist.all_reduce`. Only a
+                strategy with one replica can run it, such as `ShardedStrategy`. The batch is the same value as otherwise
+                (`strategy.split`, `distribute_dataset`); every result is a plain array, and none has to be proved.
 
         Returns:
             The step for all replicas, a `jdist.Program`, called like `fn`: inputs by position or by name. Its `proof` reports
@@ -305,9 +314,9 @@ class Strategy(Uncopied):
             TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, the arguments do not fit the
                 parameters of `fn`, or `fn` did not return a pair, or changed a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
-            ValueError: `steps_per_call` is less than 1, or `static_argnames` are not the last parameters. When called: the
-                state was donated before, or is placed on other devices; or an input is not a list of `steps_per_call` values of
-                the same shapes.
+            ValueError: `steps_per_call` is less than 1; `static_argnames` are not the last parameters; or `view` is unknown, or
+                is `"global"` and there are several replicas. When called: the state was donated before, or is placed on other
+                devices; or an input is not a list of `steps_per_call` values of the same shapes.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -323,7 +332,7 @@ class Strategy(Uncopied):
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
-        options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames)
+        options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view)
         if fn is ...:
             return functools.partial(self.step, **vars(options))
         if isinstance(fn, Step):

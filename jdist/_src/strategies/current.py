@@ -11,7 +11,7 @@ import jax
 from jdist._src.core.arguments import check_callable
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree
-from jdist._src.execution.build_programs import StepOptions
+from jdist._src.execution.build_programs import StepOptions, View
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.base import Strategy
@@ -118,6 +118,7 @@ def step(
     steps_per_call: None = None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
+    view: View = "replica",
     static_argnames: str | Sequence[str] = (),
 ) -> Step[_StateT, _InputsT, _OutputsT]: ...
 @overload
@@ -128,6 +129,7 @@ def step(
     steps_per_call: int | None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
+    view: View = "replica",
     static_argnames: str | Sequence[str] = (),
 ) -> Step[_StateT, ..., _OutputsT]: ...
 @overload
@@ -137,6 +139,7 @@ def step(
     steps_per_call: None = None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
+    view: View = "replica",
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[
     [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Step[_StateT, _InputsT, _OutputsT]
@@ -148,6 +151,7 @@ def step(
     steps_per_call: int | None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
+    view: View = "replica",
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Step[_StateT, ..., _OutputsT]]: ...
 @explains_arguments("step", "jdist.step")
@@ -158,6 +162,7 @@ def step(
     steps_per_call: int | None = None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
+    view: View = "replica",
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Returns a training step that is compiled for the current strategy when it is called.
@@ -174,6 +179,7 @@ def step(
         donate: See `jdist.Strategy.step`.
         compiler_options: See `jdist.Strategy.step`.
         static_argnames: See `jdist.Strategy.step`.
+        view: See `jdist.Strategy.step`.
 
     Returns:
         A `jdist.Step`. `step.on(strategy)` is its program for a strategy, and `step.__wrapped__` is `fn`, which outside any
@@ -200,7 +206,7 @@ def step(
         >>> print(descend.proof)
         2 of 2 results are replicated
     """
-    options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames)
+    options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view)
     if fn is ...:
         return functools.partial(step, **vars(options))
     check_callable(fn)
