@@ -311,7 +311,8 @@ def test_one_program_with_and_without_set_mesh():
     for mesh in (None, strategy.mesh, OTHER_MESH(), None):
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             results.append(np.asarray(step(w, x)[0]))
-    assert len(traces) == 1
+    # In the cache key of jax 0.10, no mesh and a mesh that was left differ: one more trace, of any function.
+    assert len(traces) == 1 + (jax.__version_info__ < (0, 11))
     assert all(np.array_equal(result, results[0]) for result in results)
 
 
