@@ -436,6 +436,12 @@ def evaluate_equation(jaxpr: Jaxpr, equation: Equation, operands: Sequence[Any])
     return core.jaxpr_as_fun(close_jaxpr(one))(*values.values())
 
 
+def bind_equation(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Returns the results of the primitive of `equation`, with its parameters, for other operands."""
+    results = equation.primitive.bind(*operands, **equation.params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
 def bind_with_jaxpr(equation: Equation, program: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns the results of `equation` with the closed jaxpr `program` instead of the one among its parameters."""
     params = {**equation.params, "jaxpr": consts_as_inputs(program)}

@@ -18,6 +18,7 @@ from jdist._src.execution.placement_stages import PlacedResults, constrain
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Results
 from jdist._src.jaxpr.single_replica import eliminate_collectives
+from jdist._src.jaxpr.wide_reductions import evaluate_widened
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.sharded import Sharded
@@ -51,11 +52,15 @@ class ShardMapBackend(Backend):
 
     def _evaluator(self, program: Any) -> Callable[..., list[Any]]:
         """Returns the closed jaxpr `program` as a function."""
+        if not self.replicas.model_axes:
+            return jax_compat.jaxpr_function(program)
         single = [axis for axis, size in self.replicas.axis_sizes if size == 1]
-        if self.replicas.model_axes and single:
+        if single:
             # XLA refuses to partition a computation with a collective over a manual axis of size 1: "Cross-partition allreduce
             # must be in (partial) manual partitioning mode" (jax 0.10 to 0.12).
             return lambda *arguments: eliminate_collectives(program, single, arguments)
+        if self.replicas.mesh.devices.flat[0].platform == "cpu":
+            return lambda *arguments: evaluate_widened(program, arguments)
         return jax_compat.jaxpr_function(program)
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
