@@ -53,6 +53,18 @@ def _local_groups(mesh: Mesh) -> list[int]:
     return list(Replicas.from_mesh(mesh).local_devices)
 
 
+def _row_on_group(x: jax.Array, number: int) -> jax.Array:
+    """Returns the row of a replica that is a group of devices, on these devices."""
+    mesh, dims = mesh_of(x), PartitionSpec(*x.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+    blocks: dict[jax.Device, jax.Array] = {}
+    for shard in x.addressable_shards:
+        start, stop, _ = shard.index[0].indices(len(x))
+        if start <= number < stop:
+            blocks[shard.device] = shard.data[number - start]
+    group = number // Replicas(mesh, len(x)).max_per_device
+    return _on_group(mesh, group, x.shape[1:], PartitionSpec(*dims[1:]), blocks)
+
+
 def _on_group(
     mesh: Mesh, number: int, shape: Shape, spec: PartitionSpec, by_device: Mapping[jax.Device, jax.Array]
 ) -> jax.Array:
@@ -70,7 +82,7 @@ def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
         numbers, rows = [0], [_first(x, None)]
     elif is_on_mesh(x) and has_model_axes(mesh_of(x)):
         numbers = Replicas(mesh_of(x), len(x)).local_devices
-        rows = [row for shard in local_shards(x) for row in shard]
+        rows = [_row_on_group(x, number) for number in numbers]
     elif is_on_mesh(x):
         numbers = Replicas(mesh_of(x), len(x)).local_devices
         by_device = {shard.device: (shard.index[0].start or 0, shard.data) for shard in x.addressable_shards}
