@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 import jdist
 from jdist._src.data.batches import Position, read_batches
 from jdist._src.data.config import InputConfig
@@ -34,10 +36,7 @@ def who_reads() -> str:
         for i, color in enumerate(COLORS)
     )
     key += f'<text x="{LEFT + 490}" y="{height - 12}" fill="#666">grey: weight 0</text>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">\n'
-        f'<rect width="{width}" height="{height}" fill="white"/>\n' + "\n".join(panels) + f"\n{key}\n</svg>\n"
-    )
+    return _svg(width, height, [*panels, key])
 
 
 def _panel(title: str, shards: int, number: int) -> str:
@@ -94,6 +93,124 @@ def _panel_height() -> int:
     return TOP + 2 * (HEIGHT + 6) + 24
 
 
+def tensor_parallelism() -> str:
+    """Returns an SVG: the parts that 2 replicas of 2 devices hold, with the columns and rows of two layers over "model"."""
+    arrays = {
+        "batch [example, feature]": ((4, 4), PartitionSpec("replica")),
+        "up [feature, hidden]": ((4, 8), PartitionSpec(None, "model")),
+        "down [hidden, feature]": ((8, 4), PartitionSpec("model")),
+    }
+    return _who_holds("model", arrays)
+
+
+def expert_parallelism() -> str:
+    """Returns an SVG: the parts that 2 replicas of 2 devices hold, with 4 experts over "expert"."""
+    arrays = {
+        "batch [example, token]": ((4, 4), PartitionSpec(("replica", "expert"))),
+        "router [feature, expert]": ((4, 4), PartitionSpec()),
+        "experts [expert, weight]": ((4, 8), PartitionSpec("expert")),
+    }
+    return _who_holds("expert", arrays)
+
+
+def sequence_parallelism() -> str:
+    """Returns an SVG: the parts that 2 replicas of 2 devices hold, with the tokens of each example over "sequence"."""
+    arrays = {
+        "batch [example, token]": ((4, 8), PartitionSpec("replica", "sequence")),
+        "parameters": ((4, 4), PartitionSpec()),
+    }
+    return _who_holds("sequence", arrays)
+
+
+def pipeline_parallelism() -> str:
+    """Returns an SVG: the parts that 2 replicas of 2 devices hold, with 4 layers over "stage"."""
+    arrays = {
+        "batch [example, feature]": ((4, 4), PartitionSpec("replica")),
+        "layers [layer, weight]": ((4, 8), PartitionSpec("stage")),
+    }
+    return _who_holds("stage", arrays)
+
+
+def _who_holds(axis: str, arrays: dict[str, tuple[tuple[int, int], PartitionSpec]]) -> str:
+    """Returns an SVG with each array on each of 2 x 2 devices; the part that a device holds has the color of the part."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", axis))
+    unit, label = 13, 176
+    heights = [shape[0] * unit + 20 for shape, _ in arrays.values()]
+    width, height = label + 4 * 132 + 16, 64 + sum(heights)
+    parts = []
+    for (replica, part), device in np.ndenumerate(mesh.devices):
+        x = label + (2 * replica + part) * 128 + replica * 16
+        if not part:
+            parts.append(f'<text x="{x}" y="20" font-weight="bold">replica {replica}</text>')
+        parts.append(f'<text x="{x}" y="42" fill="#666">{axis} {part}</text>')
+        y = 56
+        for (shape, spec), step in zip(arrays.values(), heights, strict=True):
+            indices = NamedSharding(mesh, spec).devices_indices_map(shape)
+            distinct = sorted({_bounds(index, shape) for index in indices.values()})
+            bounds = _bounds(indices[device], shape)
+            (top, bottom), (left, right) = bounds
+            color = COLORS[distinct.index(bounds)]
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{shape[1] * unit}" height="{shape[0] * unit}" fill="#f4f4f4" stroke="#ccc"/>'
+                f'<rect x="{x + left * unit}" y="{y + top * unit}" width="{(right - left) * unit}" '
+                f'height="{(bottom - top) * unit}" fill="{color}" stroke="#666"/>'
+            )
+            y += step
+    y = 56
+    for (name, (shape, _)), step in zip(arrays.items(), heights, strict=True):
+        parts.append(f'<text x="8" y="{y + shape[0] * unit / 2 + 4}">{name}</text>')
+        y += step
+    return _svg(width, height, parts)
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def pipeline_schedule() -> str:
+    """Returns an SVG: which micro-batch each of 4 stages computes at which time, for 8 micro-batches in GPipe order."""
+    stages, micro_batches, unit, left = 4, 8, 26, 76
+    forward = stages + micro_batches - 1
+    parts = [
+        f'<text x="{left + start * unit}" y="18" font-weight="bold">{name}</text>'
+        for start, name in ((0, "forward"), (forward, "backward"))
+    ]
+    for stage in range(stages):
+        y = 28 + stage * (unit + 2)
+        parts.append(f'<text x="8" y="{y + 18}">stage {stage}</text>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{2 * forward * unit - 2}" height="{unit}" fill="#eeeeee"/>')
+        for batch in range(micro_batches):
+            times = stage + batch, forward + stages - 1 - stage + batch
+            for time, color in zip(times, COLORS, strict=False):
+                x = left + time * unit
+                parts.append(
+                    f'<rect x="{x}" y="{y}" width="{unit - 2}" height="{unit}" fill="{color}"/>'
+                    f'<text x="{x + unit / 2 - 1}" y="{y + 18}" text-anchor="middle">{batch}</text>'
+                )
+    bubble = (stages - 1) / forward
+    y = 28 + stages * (unit + 2) + 18
+    parts.append(f'<text x="{left}" y="{y}" fill="#666">grey: idle, {stages - 1} of {forward} times, {bubble:.0%}</text>')
+    return _svg(left + 2 * forward * unit + 8, y + 12, parts)
+
+
+def _svg(width: int, height: int, parts: list[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">\n'
+        f'<rect width="{width}" height="{height}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+PICTURES = (
+    who_reads,
+    explanation,
+    tensor_parallelism,
+    expert_parallelism,
+    sequence_parallelism,
+    pipeline_parallelism,
+    pipeline_schedule,
+)
+
 if __name__ == "__main__":
-    (HERE / "who_reads.svg").write_text(who_reads())
-    (HERE / "explanation.svg").write_text(explanation())
+    jdist.use_cpu_devices(4)
+    for draw in PICTURES:
+        (HERE / f"{draw.__name__}.svg").write_text(draw())
