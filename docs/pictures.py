@@ -8,7 +8,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdist
@@ -189,7 +188,9 @@ def pipeline_schedule() -> str:
                 )
     bubble = (stages - 1) / forward
     y = 28 + stages * (unit + 2) + 18
-    parts.append(f'<text x="{left}" y="{y}" fill="#666">grey: idle, {stages - 1} of {forward} times, {bubble:.0%}</text>')
+    parts.append(
+        f'<text x="{left}" y="{y}" fill="#666">grey: idle, {stages - 1} of {forward} times, {bubble:.0%}</text>'
+    )
     return _svg(left + 2 * forward * unit + 8, y + 12, parts)
 
 
