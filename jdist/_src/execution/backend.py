@@ -94,8 +94,14 @@ class ReplicaResults:
         pairs = zip(self.wrappers, values, strict=True)
         return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
 
-    def evaluator(self, evaluate: Callable[..., list[Any]]) -> Callable[..., list[PyTree]]:
-        """Returns a function from blocks of arguments to blocks of results, given the jaxpr of one replica as a function."""
+    def evaluator(self, program: Any, evaluate: Callable[..., list[Any]] | None = None) -> Callable[..., list[PyTree]]:
+        """Returns a function that runs the jaxpr of one replica, from blocks of arguments to blocks of results.
+
+        Args:
+            program: The closed jaxpr.
+            evaluate: Runs it; by default as it is.
+        """
+        evaluate = evaluate or jax_compat.jaxpr_function(program)
         return lambda *blocks: self.to_blocks(self.as_trees(evaluate(*jax.tree.leaves(blocks))))
 
     def as_pair(self, values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:

@@ -47,7 +47,7 @@ class ShardMapBackend(Backend):
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
         out_specs = partition_specs(results.wrappers, self.replicas)
-        run = results.evaluator(self._evaluator(program))
+        run = results.evaluator(program, self._evaluator(program))
         return map_over_mesh(run, self.replicas, function.items, out_specs)(*function.unwrapped)
 
     def _evaluator(self, program: Any) -> Callable[..., list[Any]]:

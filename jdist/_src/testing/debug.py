@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import map_linear_calls
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas, replica_mesh
@@ -39,7 +38,7 @@ class DebugBackend(Backend):
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """Returns the global value of each result: of the function itself, or of its jaxpr where the program is lowered."""
         (axis,), size = self.replicas.axes, self.replicas.size
-        evaluate = results.evaluator(jax_compat.jaxpr_function(program))
+        evaluate = results.evaluator(program)
         if jax.config.jax_disable_jit:
             evaluate = lambda *blocks: results.to_blocks(function.fn(*blocks))
         split = lambda leaf: leaf.reshape(size, leaf.shape[0] // size, *leaf.shape[1:])
