@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -246,19 +247,13 @@ CONSTRAINTS = {
 
 @each_row("constrain", CONSTRAINTS.values(), ids=CONSTRAINTS)
 def test_compiled_program_has_the_constraint(constrain):
-    """By the jaxpr, and by the placement of the value in the compiled program."""
-    strategy, placed = data_model("optimizer"), []  # which adds no constraint to a reduction
-
-    def fn(x):
-        y = constrain(x * 2)
-        jax.debug.inspect_array_sharding(y, callback=placed.append)
-        return jdist.all_reduce("mean", y.sum())
-
-    found, lowered = specs_of_constraints(strategy, fn, strategy.split(X))
-    lowered.compile()
-    assert len(found) == 1
-    (sharding,) = placed
-    assert sharding.is_equivalent_to(NamedSharding(strategy.mesh, P("data", "model")), 2)
+    """By the jaxpr, by the lowered program, and by the shape of the part that each device computes."""
+    strategy = data_model("optimizer")  # which adds no constraint to a reduction
+    fn = lambda x: jdist.all_reduce("mean", jnp.tanh(constrain(x * 2)).sum())
+    constraints, lowered = specs_of_constraints(strategy, fn, strategy.split(X))
+    assert len(constraints) == 1
+    assert re.search(r'sharding_constraint.*\{"data"\}, \{"model"\}', lowered.as_text())
+    assert re.search(r"f32\[4,2\]\S* tanh", lowered.compile().as_text())  # of [8, 4] on 2 x 2 devices
 
 
 @each_row("name", [name for name in WITHOUT_AXES if name not in ("sharded_other_axis", "debug")])
@@ -311,7 +306,8 @@ def test_one_program_with_and_without_set_mesh():
     for mesh in (None, strategy.mesh, OTHER_MESH(), None):
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             results.append(np.asarray(step(w, x)[0]))
-    assert len(traces) == 1
+    # In the cache key of jax 0.10, no mesh and a mesh that was left differ: one more trace, of any function.
+    assert len(traces) == 1 + (jax.__version_info__ < (0, 11))
     assert all(np.array_equal(result, results[0]) for result in results)
 
 
