@@ -253,7 +253,10 @@ def test_compiled_program_has_the_constraint(constrain):
     constraints, lowered = specs_of_constraints(strategy, fn, strategy.split(X))
     assert len(constraints) == 1
     assert re.search(r'sharding_constraint.*\{"data"\}, \{"model"\}', lowered.as_text())
-    assert re.search(r"f32\[4,2\]\S* tanh", lowered.compile().as_text())  # of [8, 4] on 2 x 2 devices
+    unconstrained = specs_of_constraints(strategy, lambda x: jnp.tanh(x * 2).sum(), strategy.split(X))[1]
+    part = re.compile(r"f32\[(1,)?4,2\]")  # of [8, 4] on 2 x 2 devices
+    assert part.search(lowered.compile().as_text())
+    assert not part.search(unconstrained.compile().as_text())
 
 
 @each_row("name", [name for name in WITHOUT_AXES if name not in ("sharded_other_axis", "debug")])
