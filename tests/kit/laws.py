@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax._src import dispatch
+from jax.sharding import Mesh
 
 import jdist
 from jdist import testing
@@ -27,9 +28,12 @@ STRATEGIES = {
     "mirrored_8": lambda: jdist.MirroredStrategy(),
     "sharded_4": lambda: testing.strategy("sharded_4"),
     "central_2": lambda: testing.strategy("central_2"),
+    "groups_2": lambda: jdist.MirroredStrategy(
+        mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "model"))
+    ),
 }
 # One strategy per backend: the laws of the fixture `strategy`. The other strategies have the backend of `mirrored_3`.
-BACKENDS = ["mirrored_3", "sharded_4", "central_2"]
+BACKENDS = ["mirrored_3", "sharded_4", "central_2", "groups_2"]
 
 
 def fixture_of_all_backends():
@@ -184,8 +188,8 @@ def each_value(pairs):
 
 def homes(strategy):
     """For each replica, the devices that hold what is its own."""
-    devices = strategy.mesh.devices.flat
-    return [{device} for device in devices] if "replica" in strategy.mesh.axis_names else [set(devices)]
+    num_groups = strategy.num_replicas_in_sync if "replica" in strategy.mesh.axis_names else 1
+    return list(map(set, strategy.mesh.devices.reshape(num_groups, -1)))
 
 
 def rows(strategy, *shape, seed=0):

@@ -300,7 +300,7 @@ def test_ds34_batch_that_cannot_be_split_evenly_is_an_error():
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_ds35_each_part_is_placed_on_the_device_of_its_replica(prefetch, strategy):
-    n = strategy.mesh.size
+    n = strategy.replicas.num_parts
     for source in _both(np.arange(2 * n), n):
         for batch, weights in strategy.distribute_dataset(*source, remainder="pad", prefetch=prefetch):
             for tree in (batch, weights):

@@ -18,6 +18,13 @@ STRATEGIES = {
     "virtual": lambda axis: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4, axis_name=axis),
     "one_device": lambda axis: jdist.OneDeviceStrategy("cpu:2", axis_name=axis),
     "sharded": lambda axis: jdist.ShardedStrategy(axis_name=axis),
+    "multi_worker": lambda axis: jdist.MultiWorkerMirroredStrategy(axis_name=axis),
+    "central": lambda axis: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"], axis_name=axis),
+    "central_device": lambda axis: jdist.CentralStorageStrategy(
+        ["cpu:0", "cpu:1"], parameter_device="cpu:2", axis_name=axis
+    ),
+    "groups": lambda axis: jdist.MirroredStrategy(mesh={axis: 4, "model": 2}, axis_name=axis),
+    "automatic": lambda axis: jdist.auto_strategy(axis_name=axis),
 }
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 

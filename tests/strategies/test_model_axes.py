@@ -176,6 +176,36 @@ def test_collective_within_a_replica(name):
     np.testing.assert_array_equal(result if name == "replica" else result.tree, expected)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_bfloat16_is_reduced_beside_an_axis_that_xla_partitions(num_replicas):
+    strategy = jdist.MirroredStrategy(mesh=Mesh(grid(num_replicas, 2, 2), ("replica", "stage", "model")))
+
+    def reduce(x):
+        options = {"in_specs": P("stage"), "out_specs": P(), "axis_names": {"stage"}, "check_vma": False}
+        return jdist.all_reduce("sum", jax.shard_map(lambda x: lax.psum(x, "stage"), **options)(x))
+
+    rows = np.arange(num_replicas * 8).reshape(num_replicas, 8)
+    total = strategy.run(reduce, (strategy.put(jdist.PerReplica(jnp.asarray(rows, jnp.bfloat16))),))
+    np.testing.assert_array_equal(np.asarray(total, np.float32), rows.reshape(-1, 2, 4).sum((0, 1)))
+
+
+def test_callback_in_a_shard_map_over_the_devices_of_a_replica():
+    strategy = jdist.MirroredStrategy(mesh=Mesh(grid(2, 2), ("replica", "model")))
+    called = lambda x: jax.pure_callback(lambda x: np.asarray(x) + 1, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    options = {"in_specs": P("model"), "out_specs": P("model"), "axis_names": {"model"}, "check_vma": False}
+    x = strategy.put(jdist.PerReplica(np.arange(8, dtype=np.float32).reshape(2, 4)))
+    assert strategy.run(jax.shard_map(called, **options), (x,)).tree.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_shard_map_in_a_replica_without_a_mesh_is_an_error_that_names_the_line():
+    strategy = tensor_parallel(virtual_replicas=4)
+    by_hand = lambda x: jax.shard_map(lambda x: x, in_specs=P("model"), out_specs=P("model"))(x)
+    with pytest.raises(
+        ValueError, match=r"test_model_axes\.py:\d+ in .*`jax\.shard_map` without `mesh=`.*`virtual_replicas`"
+    ):
+        strategy.run(by_hand, (np.ones(4, np.float32),))
+
+
 HANGING = {
     "psum over the model axis": (lambda x: lax.psum(x, "model"), "model", "every device along 'model'"),
     "all_gather over the model axis": (

@@ -16,6 +16,8 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
 
+from jdist._src.core.partition_specs import axes_of
+
 Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
 Literal = core.Literal
@@ -371,10 +373,17 @@ def manual_axes(equation: Equation) -> frozenset[str]:
     return equation.params["newly_manual_axes"] if equation.primitive.name == "shard_map" else frozenset()
 
 
+def shard_map_like(equation: Equation, body: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Returns `body`, mapped over the devices as the `shard_map` in `equation` maps its jaxpr."""
+    params = equation.params
+    names = ("in_specs", "out_specs", "check_vma")
+    options: Any = {name: params[name] for name in names}
+    return jax.shard_map(body, axis_names=manual_axes(equation), **options)
+
+
 def split_axes(equation: Equation) -> list[frozenset[str]]:
     """Returns for each operand of a `shard_map` the mesh axes that it is split along."""
-    axes = lambda dims: (axis for dim in dims if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim))
-    return [frozenset(axes(spec)) for spec in equation.params["in_specs"]]
+    return [frozenset(axes_of(spec)) for spec in equation.params["in_specs"]]
 
 
 def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._src.core import source_lines
+from jdist._src.core.partition_specs import axes_of
 
 # Whether an unknown axis in a direct `with_sharding_constraint` is an error; None outside replica functions.
 _is_strict: ContextVar[bool | None] = ContextVar("jdist_strict_annotations", default=None)
@@ -112,7 +113,8 @@ def _check_axes(shardings: Any) -> None:
     """Raises ValueError if a `PartitionSpec` names an axis that the mesh in the context does not have."""
     mesh = jax.sharding.get_abstract_mesh()
     for spec in jax.tree.leaves(shardings):
-        unknown = [axis for axis in _axes_of(spec) if axis not in mesh.shape]
+        axes = axes_of(spec) if isinstance(spec, PartitionSpec) else ()
+        unknown = [axis for axis in axes if axis not in mesh.shape]
         if unknown:
             frame = source_lines.caller_frame()
             raise ValueError(
@@ -121,11 +123,6 @@ def _check_axes(shardings: Any) -> None:
                 "these, or pass a mesh with this axis to the strategy. In the metadata of flax (`nn.with_partitioning`, "
                 "`out_sharding`) such a name has no effect."
             )
-
-
-def _axes_of(spec: Any) -> Sequence[str]:
-    dims = spec if isinstance(spec, PartitionSpec) else ()
-    return [axis for dim in dims for axis in (dim if isinstance(dim, tuple) else (dim,)) if isinstance(axis, str)]
 
 
 def _install_in_flax() -> None:

@@ -91,7 +91,7 @@ def model_mesh(mesh: object, devices: Sequence[jax.Device], axis_name: str = REP
         ValueError: The axes, their order, their types or their sizes do not fit.
     """
     sizes = check_mesh_argument(mesh, axis_name)
-    grid = mesh.devices if isinstance(mesh, Mesh) else arranged(devices, sizes)
+    grid = mesh.devices if isinstance(mesh, Mesh) else np.array(devices).reshape(resolved_sizes(sizes, len(devices)))
     _check(list(grid.flat))
     return mesh_of_replicas(grid, list(sizes)[1:], axis_name)
 
@@ -141,16 +141,6 @@ def check_mesh_argument(mesh: object, axis_name: str) -> dict[str, int]:
     return sizes
 
 
-def arranged(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> np.ndarray:
-    """Returns the devices as the grid of a mesh, with the size of an axis that is -1 computed.
-
-    Raises:
-        ValueError: The number of devices is not the product of the sizes.
-    """
-    shape = resolved_sizes(sizes, len(devices))
-    return np.array(devices).reshape(shape)
-
-
 def resolved_sizes(sizes: Mapping[str, int], count: int) -> list[int]:
     """Returns the sizes of the axes of a mesh of `count` devices, with the size of an axis that is -1 computed.
 
@@ -188,6 +178,11 @@ def check_axis_name(axis_name: object) -> None:
         )
     if not axis_name:
         raise ValueError('`axis_name` is empty. Name the axis of the replicas, or omit it for "replica".')
+
+
+def chosen_name(axis_name: str) -> str | None:
+    """Returns the argument `axis_name` of a strategy as `Replicas.axis_name`: None for the default."""
+    return None if axis_name == REPLICA_AXIS else axis_name
 
 
 def group_mesh(mesh: Mesh, group_size: int) -> Mesh:
@@ -296,7 +291,7 @@ class Replicas:
     axis_name: str | None = None
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh, virtual: int | None = None, axis_name: str | None = None) -> "Replicas":
+    def from_mesh(cls, mesh: Mesh, virtual: int | None = None, axis_name: str = REPLICA_AXIS) -> "Replicas":
         """Returns one replica per device of `mesh` or group of devices, or `virtual` virtual replicas.
 
         Raises:
@@ -305,13 +300,13 @@ class Replicas:
         """
         count = num_replica_devices(mesh)
         if virtual is None:
-            return cls(mesh, count, axis_name=axis_name)
+            return cls(mesh, count, axis_name=chosen_name(axis_name))
         if as_int("`virtual_replicas`", virtual, 1) < count:
             raise ValueError(
                 f"`virtual_replicas={virtual}` is less than the number of devices, {count}. Every device runs at least one "
                 f"replica: use more replicas, or only {max(virtual, 1)} of the devices."
             )
-        replicas = cls(mesh, virtual, virtual=True, axis_name=axis_name)
+        replicas = cls(mesh, virtual, virtual=True, axis_name=chosen_name(axis_name))
         if not replicas.per_replica_axes and len(local_mesh_devices(mesh)) < mesh.size:
             raise ValueError(
                 f"`virtual_replicas={virtual}` does not divide evenly over {count} devices. The devices are in several "

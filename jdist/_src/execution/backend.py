@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jdist._src.core import jax_compat
+from jdist._src.core.partition_specs import axes_of
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.stage import Stage
@@ -216,5 +217,5 @@ class Backend(abc.ABC):
     def _of_spec(self, spec: PartitionSpec, leaf: Any) -> NamedSharding:
         """Returns the sharding of a batch that a layout has split; if another strategy did so, that of a batch without one."""
         mesh = self.replicas.mesh
-        axes = {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-        return NamedSharding(mesh, spec) if axes <= {*mesh.axis_names} else self.replicas.batch_sharding(leaf.shape)
+        is_of_mesh = {*axes_of(spec)} <= {*mesh.axis_names}
+        return NamedSharding(mesh, spec) if is_of_mesh else self.replicas.batch_sharding(leaf.shape)

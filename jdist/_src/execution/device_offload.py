@@ -29,8 +29,8 @@ class DeviceOffloadBackend(ShardMapBackend):
     """
 
     def __init__(self, replicas: Replicas, state_sharding: StateSharding, device: jax.Device):
-        super().__init__(replicas)
-        self._rules = self.state_sharding = state_sharding
+        super().__init__(replicas, state_sharding)
+        self._rules = state_sharding
         self._storage = replicated_sharding(mesh_of_replicas(np.array([device]), ()))
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:

@@ -4,43 +4,28 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import jax
-from jax.sharding import NamedSharding
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import Replicas, num_replica_devices
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.devices.mesh import num_replica_devices
+from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.shard_map import map_over_mesh, partition_specs, partitioned_state, place_results
+from jdist._src.execution.shard_map import ReplicaBackend, map_over_mesh, partition_specs
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import CallFn, Results
 from jdist._src.jaxpr.virtual_replicas import run_virtual_replicas
 from jdist._src.jaxpr.virtual_values import Slots, is_stacked, join_slots, split_into_slots
-from jdist._src.values.state_sharding import StateSharding
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 
 
 @final
-class VirtualBackend(Backend):
-    """Each device runs the jaxpr of one replica once for each of its virtual replicas.
-
-    Args:
-        replicas: The replicas and their mesh.
-        state_sharding: The rules that partition the state of a replica over the model axes of the mesh, if it has any.
-    """
-
-    def __init__(self, replicas: Replicas, state_sharding: StateSharding | None = None):
-        super().__init__(replicas)
-        self.state_sharding = state_sharding
-
-    def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
-        """See `Backend.state_shardings`."""
-        return partitioned_state(self, tree, is_state)
+class VirtualBackend(ReplicaBackend):
+    """Each device runs the jaxpr of one replica once for each of its virtual replicas."""
 
     def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
         """See `Backend.stages`."""
-        return [_EqualBits(spec.name), *([place_results(self)] if self.state_sharding else [])]
+        return [_EqualBits(spec.name), *super().stages(spec)]
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""

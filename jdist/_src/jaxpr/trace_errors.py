@@ -42,7 +42,7 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Se
     Raises:
         TypeError: Python code needs the value of a traced array.
         IndexError: A traced mask is an index, so that the shape of the result depends on values.
-        ValueError: The function closes over an array that is sharded over the mesh.
+        ValueError: The function closes over an array that is sharded over the mesh, or maps over a mesh that it does not have.
         AttributeError: The function reads an attribute of a wrapper.
         NameError: The function names a mesh axis that the replicas do not have.
     """
@@ -79,6 +79,12 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Se
             raise
         raise TypeError(_unknown_value(error, names)) from error
     except ValueError as error:
+        if "context mesh cannot be empty" in str(error):
+            raise ValueError(
+                f"{_place(error)} calls `jax.shard_map` without `mesh=`, and under this strategy one replica has no mesh. Use "
+                '`jdist.MirroredStrategy(mesh=Mesh(devices, ("replica", "model")))` without `virtual_replicas`, or call the '
+                'function of one device where `"model" in jax.sharding.get_abstract_mesh().axis_names` is False.'
+            ) from error
         if "should match the mesh" not in str(error):
             raise
         raise ValueError(
@@ -98,6 +104,22 @@ def check_no_captured_ref(program: Jaxpr) -> None:
     """Raises TypeError if a traced function closes over a mutable reference."""
     if any(map(jax_compat.is_ref, program.constvars)):
         raise TypeError(_CAPTURED_REF)
+
+
+def check_no_callback(program: Jaxpr, axes: Sequence[str]) -> None:
+    """Raises NotImplementedError if a function that XLA partitions over `axes` calls Python code outside a `shard_map`."""
+    for equation in program.eqns:
+        name = equation.primitive.name
+        if name in ("pure_callback", "io_callback"):
+            module = "jax.experimental" if name == "io_callback" else "jax"
+            raise NotImplementedError(
+                f"`{module}.{name}` at {source_lines.equation_frame(equation)}: jax {jax.__version__} "
+                f"cannot partition a callback over the devices of a replica. Call it in a `jax.shard_map` "
+                f"with `axis_names={{{', '.join(map(repr, axes))}}}`, or outside the step."
+            )
+        if name != "shard_map":
+            for inner in jax_compat.contents(equation).jaxprs:
+                check_no_callback(inner, axes)
 
 
 class _Call(Protocol):

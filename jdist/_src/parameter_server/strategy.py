@@ -110,9 +110,7 @@ class ParameterServerStrategy(Strategy):
         listed = workers if isinstance(workers, (list, tuple)) else None
         check_own_devices("`ParameterServerStrategy`", listed, "ParameterServerStrategy(workers=jax.local_devices())")
         devices = _worker_devices(workers, engine)
-        replicas = Replicas.from_mesh(
-            replica_mesh(devices[:1], axis_name), axis_name=None if axis_name == REPLICA_AXIS else axis_name
-        )
+        replicas = Replicas.from_mesh(replica_mesh(devices[:1], axis_name), axis_name=axis_name)
         host_sharding, tests_finite = replicas.replicated_sharding, non_finite != "keep"
         self._cluster: RayCluster | None = None
         if engine == "ray" and not is_replay(path):

@@ -70,7 +70,7 @@ class CentralStorageStrategy(Strategy):
             "`CentralStorageStrategy`", compute_devices, line("jax.local_devices()"), line("jax.devices()")
         )
         mesh, ops, options = resolve_communication(replica_mesh(compute_devices, axis_name), None, None, False)
-        replicas = Replicas.from_mesh(mesh, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
+        replicas = Replicas.from_mesh(mesh, axis_name=axis_name)
         platform = mesh.devices.flat[0].platform
         # Between the memories of a TPU and its host, the compiler copies parts of arrays only in complete tiles.
         tile = (8, 128) if platform == "tpu" and parameter_device == "host" else ()

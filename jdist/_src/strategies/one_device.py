@@ -34,6 +34,6 @@ class OneDeviceStrategy(Strategy):
         devices = None if device is None else [device]
         check_own_devices("`OneDeviceStrategy`", devices, "OneDeviceStrategy(jax.local_devices()[0])")
         mesh = replica_mesh([jax.local_devices()[0] if device is None else device], axis_name)
-        replicas = Replicas.from_mesh(mesh, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
+        replicas = Replicas.from_mesh(mesh, axis_name=axis_name)
         arguments = {"device": mesh.devices.flat[0], "axis_name": axis_name}
         super().__init__(ShardMapBackend(replicas), arguments=arguments)

@@ -51,7 +51,7 @@ def replica_backend(
         )
     is_virtual = virtual_replicas is not None
     mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, is_virtual)
-    replicas = Replicas.from_mesh(mesh, virtual_replicas, None if axis_name == REPLICA_AXIS else axis_name)
+    replicas = Replicas.from_mesh(mesh, virtual_replicas, axis_name)
     rules = None
     if has_model_axes(mesh):
         rules = StateSharding(mesh, None, "optimizer", **patterns, replica_axes=replicas.mesh_axes)

@@ -14,6 +14,7 @@ from jdist._src.devices.mesh import (
     check_auto_axes,
     check_axis_name,
     check_host_memory,
+    chosen_name,
 )
 from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
@@ -97,7 +98,7 @@ class ShardedStrategy(Strategy):
         _check_mesh(mesh, model_axis, axis_name)
         layout_fields = layout_rules(layout)
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
-        replicas = Replicas(mesh, 1, batch_axes=batch_axes, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
+        replicas = Replicas(mesh, 1, batch_axes=batch_axes, axis_name=chosen_name(axis_name))
         arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout, "axis_name": axis_name}
         if offload is not None:
             arguments["offload"] = offload

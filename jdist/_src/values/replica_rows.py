@@ -45,12 +45,7 @@ def local_shards(x: jax.Array) -> list[jax.Array]:
     is_split = bool(dims) and dims[0] in (axes, axes[-1])
     shape = (x.shape[0] // num_replica_devices(mesh), *x.shape[1:]) if is_split else x.shape
     spec = PartitionSpec(None, *dims[1:]) if is_split else dims
-    return [_on_group(mesh, number, shape, spec, by_device) for number in _local_groups(mesh)]
-
-
-def _local_groups(mesh: Mesh) -> list[int]:
-    """Returns the numbers of the groups of devices along the model axes that have a device of this process."""
-    return list(Replicas.from_mesh(mesh).local_devices)
+    return [_on_group(mesh, number, shape, spec, by_device) for number in Replicas.from_mesh(mesh).local_devices]
 
 
 def _row_on_group(x: jax.Array, number: int) -> jax.Array:

@@ -40,6 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
 from jdist._src.core.nn_modules import leaves_with_path
+from jdist._src.core.partition_specs import axes_of
 from jdist._src.core.tree import PyTree, dtype_and_shape, is_named_tuple, one_line
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.values.base import is_distributed
@@ -120,7 +121,7 @@ class StateSharding:
                 raise ValueError(
                     f"`layout` has the pattern {pattern!r}, which is not a regular expression: {error}."
                 ) from None
-            axes = _axes_of(spec)
+            axes = axes_of(spec)
             unknown_axes = [axis for axis in axes if axis not in self._split_axes]
             if unknown_axes:
                 raise ValueError(
@@ -264,7 +265,7 @@ class StateSharding:
 
     def _on_mesh(self, metadata: PartitionSpec) -> PartitionSpec:
         """Returns `metadata` without the names that are not axes of the mesh: these dimensions are not split."""
-        dims = [tuple(axis for axis in _axes_of([axes]) if axis in self._split_axes) for axes in metadata]
+        dims = [tuple(axis for axis in axes_of([axes]) if axis in self._split_axes) for axes in metadata]
         return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in dims] if any(dims) else ())
 
     def _check_fit(self, source: str, spec: PartitionSpec, leaf: StateLeaf, fix: str) -> None:
@@ -274,7 +275,7 @@ class StateSharding:
                 f"{source} is {spec}, for {len(spec)} dims, and {leaf.name} is {dtype_and_shape(leaf.value)}."
             )
         for dim, (size, axes) in enumerate(zip(leaf.shape, spec, strict=False)):
-            num_parts = math.prod(self.mesh.shape[axis] for axis in _axes_of([axes]))
+            num_parts = math.prod(self.mesh.shape[axis] for axis in axes_of([axes]))
             if size % num_parts:
                 raise ValueError(
                     f"{source} splits dim {dim} of {leaf.name}, {dtype_and_shape(leaf.value)}, over {axes!r}, and {size} is "
@@ -284,7 +285,7 @@ class StateSharding:
     def _with_data_axis(self, leaf: StateLeaf, spec: PartitionSpec) -> PartitionSpec:
         """Returns `spec` with the largest remaining dim that is divisible split over the data axis."""
         num_parts = 1 if self.axis is None else self.mesh.shape[self.axis]
-        if num_parts == 1 or self.axis in _axes_of(spec) or _is_key(leaf.value):
+        if num_parts == 1 or self.axis in axes_of(spec) or _is_key(leaf.value):
             return spec
         dims = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         tile = [1] * len(leaf.shape)
@@ -473,10 +474,6 @@ def _is_key(value: Any) -> bool:
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
     # The state of a `Trainer` is stored in a container whose key has no name: paths do not include it.
     return tuple(filter(None, (jax.tree_util.keystr((key,), simple=True) for key in path)))
-
-
-def _axes_of(spec: Iterable[Any]) -> list[str]:
-    return [axis for axes in spec if axes is not None for axis in ((axes,) if isinstance(axes, str) else axes)]
 
 
 def _listed(names: Sequence[str]) -> str:
