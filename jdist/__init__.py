@@ -32,6 +32,7 @@ from jdist._src.core.errors import BatchedElementsWarning as BatchedElementsWarn
 from jdist._src.core.errors import ClippedPerReplicaWarning as ClippedPerReplicaWarning
 from jdist._src.core.errors import DivergentCollectiveError as DivergentCollectiveError
 from jdist._src.core.errors import FitError as FitError
+from jdist._src.core.errors import LocalCountWarning as LocalCountWarning
 from jdist._src.core.errors import NotMirroredError as NotMirroredError
 from jdist._src.core.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist._src.core.errors import ReplicatedBatchWarning as ReplicatedBatchWarning

@@ -13,7 +13,7 @@ from jax import lax
 import jdist
 from jdist import SharedRandomnessWarning, sync
 from jdist._src.jaxpr import replication
-from jdist._src.jaxpr.example_check import _reshape_groups
+from jdist._src.jaxpr.dims import _reshape_groups
 
 from laws import BACKENDS, STRATEGIES
 

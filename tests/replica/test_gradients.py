@@ -416,6 +416,7 @@ def test_global_loss_is_minimized_in_a_while_loop_of_virtual_replicas():
     assert value < expected(WEIGHT)
 
 
+@pytest.mark.filterwarnings("ignore::jdist.LocalCountWarning")
 def test_global_loss_ignores_nan_of_a_replica_with_only_padding(two):
     def of_replica(x, weights):
         losses = lambda w, x: (w * x).sum(1) / weights.sum()

@@ -22,7 +22,7 @@ from jdist._src.collectives.cross_device_ops import (
 )
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
-from jdist._src.jaxpr.marks import SUM_MARK
+from jdist._src.jaxpr.marks import MEAN_MARK, SUM_MARK
 from jdist._src.values.array_checks import check_range, check_value
 from jdist._src.values.base import is_distributed
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
@@ -228,10 +228,10 @@ def _with_size(x: jax.Array, dim: int, size: int) -> Shape:
 
 
 def _marked(op: ReduceOp, leaf: Any) -> jax.Array:
-    """Returns `leaf` as it is sent. A SUM is marked for the proof, except for host numbers: counts, replicated on purpose."""
-    if op is ReduceOp.SUM and isinstance(leaf, jax.Array):
-        return checkpoint_name(leaf, SUM_MARK)
-    return _summable(op, jnp.asarray(leaf))
+    """Returns `leaf` as it is sent. It is marked for the analyses, except for host numbers: counts, replicated on purpose."""
+    to_send = leaf if isinstance(leaf, jax.Array) and op is ReduceOp.SUM else _summable(op, jnp.asarray(leaf))
+    mark = _MARKS.get(op) if isinstance(leaf, jax.Array) else None
+    return checkpoint_name(to_send, mark) if mark else to_send
 
 
 def _summable(op: ReduceOp, x: jax.Array) -> jax.Array:
@@ -283,4 +283,5 @@ def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
     return bits.astype(like.dtype)
 
 
+_MARKS = {ReduceOp.SUM: SUM_MARK, ReduceOp.MEAN: MEAN_MARK}
 _SENT_AS = {ReduceOp.MEAN: ReduceOp.SUM}

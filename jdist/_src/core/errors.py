@@ -39,6 +39,10 @@ class SharedRandomnessWarning(UserWarning):
     """Every replica combines its own examples with the same random numbers, such as one dropout mask."""
 
 
+class LocalCountWarning(UserWarning):
+    """Values that each replica divided by its own count, such as its number of tokens, are averaged over the replicas."""
+
+
 class UnrecognizedOptimizerStateWarning(UserWarning):
     """A part of a state looks like the state of an optimizer and is not recognized, so it is not sharded as one."""
 

@@ -79,6 +79,11 @@ def _outside_jax(frames: Sequence[Frame]) -> list[Frame]:
     return [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
 
 
+def is_user_frame(frame: Frame) -> bool:
+    """Whether `frame` is a line of user code, and not of a library."""
+    return not _in_library(_absolute(frame.file))
+
+
 def warning_frame(equation: Equation) -> Frame | None:
     """Returns the line of user code that a warning about `equation` names.
 

@@ -25,6 +25,7 @@ from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Proof, ReplicaFn, Traced, UserCall, item_names
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
+from jdist._src.jaxpr.count_check import warn_of_local_counts
 from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.jaxpr.trace_errors import check_no_captured_ref, explain_trace_errors, note_arguments
@@ -89,6 +90,7 @@ def _check_for_replicas(jaxpr: Jaxpr, inputs: Sequence[replication.Input], call:
     clip_check.warn_of_clipped_gradients(jaxpr)
     num_state_leaves = len(jax.tree.leaves(call.args[0])) if spec.has_state else 0
     check_examples(jaxpr, inputs, num_state_leaves, axes, spec.context.num_replicas_in_sync)
+    warn_of_local_counts(jaxpr, inputs, num_state_leaves, axes, spec.context.num_replicas_in_sync)
     if spec.has_state:
         # One replica that spans devices splits its batch too.
         workers = "devices" if replicas.batch_axes else "replicas"

@@ -10,22 +10,18 @@ The interpretation is a lint. A primitive without a rule loses the dims, and the
 """
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import SharedRandomnessWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr
 from jdist._src.jaxpr.clip_check import clips_per_example
+from jdist._src.jaxpr.dims import NO_DIMS, Dims, result_dims, same_dims, shifted
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, all_equations, fixed_point
 from jdist._src.jaxpr.marks import GRADIENT_MARK, mark_of
 from jdist._src.jaxpr.primitives import RANDOM_BITS, REPLICATING_COLLECTIVES
 from jdist._src.jaxpr.replication import Input, warn_once
-
-Dims: TypeAlias = frozenset[int]
-_NO_DIMS: Dims = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +36,7 @@ class _Labels:
     """
 
     axes: frozenset[str] = frozenset()
-    dims: Dims = _NO_DIMS
+    dims: Dims = NO_DIMS
     place: source_lines.Frame | None = None
     is_reduced: bool = False
 
@@ -72,7 +68,7 @@ def check_examples(
     if not any(data) or not any(map(_is_checked, all_equations(program))):
         return
     labels = [
-        _Labels(frozenset(one.axes), frozenset({1}) if is_data and len(jax_compat.shape_of(var)) > 1 else _NO_DIMS)
+        _Labels(frozenset(one.axes), frozenset({1}) if is_data and len(jax_compat.shape_of(var)) > 1 else NO_DIMS)
         for one, is_data, var in zip(inputs, data, program.invars, strict=True)
     ]
     analysis = _ExampleAnalysis(frozenset(axes))
@@ -169,7 +165,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
     def scan(
         self, equation: Equation, body: ScanFunction[_Labels], carry: Sequence[_Labels], xs: Sequence[_Labels]
     ) -> list[_Labels]:
-        slices = [dataclasses.replace(x, dims=_shifted(x.dims, -1)) for x in xs]
+        slices = [dataclasses.replace(x, dims=shifted(x.dims, -1)) for x in xs]
         ys: list[_Labels] = []
 
         def step(carry: Sequence[_Labels]) -> list[_Labels]:
@@ -177,7 +173,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
             return new_carry
 
         last = fixed_point(step, carry, _join)
-        return [*last, *(dataclasses.replace(y, dims=_shifted(y.dims, 1)) for y in ys)]
+        return [*last, *(dataclasses.replace(y, dims=shifted(y.dims, 1)) for y in ys)]
 
     def _joined(self, equation: Equation, operands: Sequence[_Labels]) -> _Labels:
         """Returns the labels of a result without its dims."""
@@ -186,172 +182,42 @@ class _ExampleAnalysis(Interpreter[_Labels]):
         if contents.opaque or any(map(jax_compat.may_vary_between_replicas, equation.effects)):
             axes = self._axes
         place = None if axes else next((value.place for value in operands if value.place), None)
-        return _Labels(axes, _NO_DIMS, place, any(value.is_reduced for value in operands))
+        return _Labels(axes, NO_DIMS, place, any(value.is_reduced for value in operands))
 
     def _reduced(self, equation: Equation, i: int, value: _Labels) -> _Labels:
         """Returns the labels of result `i` of a collective with the same result on every replica, from operand `i`."""
-        dims = _same_dims(equation, i, value.dims, equation.outvars[i])
+        dims = same_dims(equation, i, value.dims, equation.outvars[i])
         if not value.axes:
             return dataclasses.replace(value, dims=dims)
         axes, is_gather = (
             value.axes - jax_compat.contents(equation).names,
             equation.primitive.name.startswith("all_gather"),
         )
-        return _Labels(axes, dims if axes else _NO_DIMS, None, value.is_reduced or not is_gather)
+        return _Labels(axes, dims if axes else NO_DIMS, None, value.is_reduced or not is_gather)
 
     def _result_dims(self, equation: Equation, operands: Sequence[_Labels]) -> list[Dims]:
         """Returns the dims of each result, after looking for examples and shared random numbers in one dim."""
-        rule = _RULES.get(equation.primitive.name, _same_dims)
         varies = any(value.axes for value in operands)
         results = []
         for var in equation.outvars:
-            mapped = [
-                rule(equation, i, value.dims, var) if value.dims else _NO_DIMS for i, value in enumerate(operands)
-            ]
+            mapped = [result_dims(equation, i, value.dims, var) for i, value in enumerate(operands)]
             pairs = list(zip(operands, mapped, strict=True))
-            examples = _NO_DIMS.union(*(dims for value, dims in pairs if value.axes))
+            examples = NO_DIMS.union(*(dims for value, dims in pairs if value.axes))
             drawn = [(value, dims) for value, dims in pairs if not value.axes]
             shared = next((value.place for value, dims in drawn if dims & examples), None)
             if shared and not self.shared_draw and equation.primitive.name != "sort":  # shuffling examples is harmless
                 self.shared_draw = shared, source_lines.call_frame(equation, self._calls) or shared
-            results.append(examples if varies else _NO_DIMS.union(*mapped))
+            results.append(examples if varies else NO_DIMS.union(*mapped))
         return results
 
 
 def _join(*values: _Labels) -> _Labels:
     """Returns the labels of a value that is one of `values`. If one varies, the dims are those of the varying values."""
     axes = frozenset().union(*(value.axes for value in values))
-    dims = _NO_DIMS.union(*(value.dims for value in values if bool(value.axes) == bool(axes)))
+    dims = NO_DIMS.union(*(value.dims for value in values if bool(value.axes) == bool(axes)))
     place = None if axes else next((value.place for value in values if value.place), None)
     return _Labels(axes, dims, place, any(value.is_reduced for value in values))
 
 
 def _all_dims(var: Any) -> Dims:
     return frozenset(range(len(jax_compat.shape_of(var))))
-
-
-def _shifted(dims: Dims, by: int) -> Dims:
-    return frozenset(dim + by for dim in dims if dim + by >= 0)
-
-
-# Rules: `rule(equation, i, dims, result)` returns the dims of `result` that come from the dims of operand `i`.
-
-
-def _same_dims(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    old, new = jax_compat.shape_of(equation.invars[i]), jax_compat.shape_of(result)
-    if len(old) != len(new) or any(size not in (1, new_size) for size, new_size in zip(old, new, strict=True)):
-        return _NO_DIMS
-    return frozenset(dim for dim in dims if old[dim] == new[dim])
-
-
-def _same_rank(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    same = len(jax_compat.shape_of(equation.invars[i])) == len(jax_compat.shape_of(result))
-    return dims if same else _NO_DIMS
-
-
-def _first_operand(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    return dims if i == 0 else _NO_DIMS
-
-
-def _broadcast(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    if i:  # a dynamic shape
-        return _NO_DIMS
-    sizes, targets = jax_compat.shape_of(equation.invars[0]), equation.params["broadcast_dimensions"]
-    new_sizes = jax_compat.shape_of(result)
-    return frozenset(targets[dim] for dim in dims if sizes[dim] == new_sizes[targets[dim]])
-
-
-def _transpose(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    permutation = equation.params["permutation"]
-    return frozenset(new for new, old in enumerate(permutation) if old in dims)
-
-
-def _without(removed: Iterable[int], dims: Dims) -> Dims:
-    removed = set(removed)
-    return frozenset(dim - sum(other < dim for other in removed) for dim in dims if dim not in removed)
-
-
-def _squeeze(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    return _without(equation.params["dimensions"], dims)
-
-
-def _stack(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    return frozenset(dim + (dim >= equation.params["axis"]) for dim in dims)
-
-
-def _unstack(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    return _without((equation.params["axis"],), dims)
-
-
-def _reduce(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    return _without(equation.params["axes"], dims)
-
-
-def _reshape(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    groups = _reshape_groups(jax_compat.shape_of(equation.invars[0]), jax_compat.shape_of(result))
-    return frozenset(itertools.chain.from_iterable(new for old, new in groups if dims & set(old)))
-
-
-def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the smallest groups of old and new dims with the same number of elements, in order."""
-    if 0 in old:
-        return
-    i = j = 0
-    while i < len(old) or j < len(new):
-        first, second = i, j
-        i, j = min(i + 1, len(old)), min(j + 1, len(new))
-        while (size := math.prod(old[first:i])) != (new_size := math.prod(new[second:j])):
-            i, j = (i + 1, j) if size < new_size else (i, j + 1)
-        yield list(range(first, i)), list(range(second, j))
-
-
-def _dot_general(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    contracting, batch = equation.params["dimension_numbers"]
-    ranks = [len(jax_compat.shape_of(atom)) for atom in equation.invars]
-    free = [[d for d in range(ranks[k]) if d not in contracting[k] and d not in batch[k]] for k in (0, 1)]
-    start = len(batch[0]) + (len(free[0]) if i else 0)
-    positions = {dim: n for n, dim in enumerate(batch[i])} | {dim: start + n for n, dim in enumerate(free[i])}
-    return frozenset(positions[dim] for dim in dims if dim in positions)
-
-
-def _convolution(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    numbers = equation.params["dimension_numbers"]
-    if i:  # the kernel: output features
-        return frozenset({numbers.out_spec[1]}) if numbers.rhs_spec[0] in dims else _NO_DIMS
-    kept = zip(numbers.lhs_spec, numbers.out_spec, strict=True)
-    return frozenset(new for n, (old, new) in enumerate(kept) if n != 1 and old in dims)
-
-
-def _gather(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    numbers = equation.params["dimension_numbers"]
-    offsets = list(map(int, numbers.offset_dims))
-    positions = [d for d in range(len(jax_compat.shape_of(result))) if d not in offsets]  # of the dims of the indices
-    if i == 1:
-        return frozenset(positions[dim] for dim in dims if dim < len(positions))
-    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    rank = len(jax_compat.shape_of(equation.invars[0]))
-    windows = [d for d in range(rank) if d not in batching and d not in numbers.collapsed_slice_dims]
-    new_dims = dict(zip(windows, offsets, strict=True)) | {old: positions[index] for old, index in batching.items()}
-    return frozenset(new_dims[dim] for dim in dims if dim in new_dims)
-
-
-def _names(text: str, rule: Callable[..., Dims]) -> dict[str, Callable[..., Dims]]:
-    return dict.fromkeys(text.split(), rule)
-
-
-_RULES: dict[str, Callable[[Equation, int, Dims, Any], Dims]] = {
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "stack": _stack,
-    "unstack": _unstack,
-    "reshape": _reshape,
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "gather": _gather,
-    **_names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin", _reduce),
-    **_names("slice dynamic_slice dynamic_update_slice pad concatenate split", _same_rank),
-    **_names("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _same_rank),
-    **_names("select_and_gather_add select_and_scatter_add select_and_scatter", _same_rank),
-    **_names("scatter scatter-add scatter_add scatter_mul scatter_min scatter_max", _first_operand),
-}

@@ -6,6 +6,7 @@ from jdist._src.core.jax_compat import Equation
 GRADIENT_MARK = "jdist.sync.gradients"  # the input of a policy
 PSEUDO_GRADIENT_MARK = "jdist.sync.way"  # a policy's input that is the difference of parameters over local steps
 SUM_MARK = "jdist.all_reduce_sum"  # the operands of the user's sums, before they are packed with others
+MEAN_MARK = "jdist.all_reduce_mean"  # the operands of means over the replicas
 KEY_MARK = "jdist.replica_key"  # the index that is folded into a key of a replica
 STALENESS_MARK = "jdist.staleness"  # the staleness of an update, 0 outside `ParameterServerStrategy`
 LOOKUP_MARK = "jdist.lookup"  # a table whose rows are looked up

@@ -97,9 +97,8 @@ def every(optimizer: optax.GradientTransformation, steps: int) -> Policy:
         synchronous_context("every", "optax.chain(jdist.sync.mean(), optax.MultiSteps(optimizer, k))")
         step_weight = jnp.float32(1 if weight is None else weight)
         # A gradient with weight zero has no effect, even if it is not finite.
-        sums = jax.tree.map(
-            lambda s, g: s + jnp.where(step_weight == 0, 0, step_weight * g), state.sums, mark_gradients(grads)
-        )
+        weighted = mark_gradients(jax.tree.map(lambda g: step_weight * g, grads))
+        sums = jax.tree.map(lambda s, g: s + jnp.where(step_weight == 0, 0, g), state.sums, weighted)
         total = state.weight + step_weight
         params_before: list[list[Any]] = []
 
