@@ -225,6 +225,20 @@ def test_a_number_that_the_data_contain_and_a_replicated_count_do_not_warn(two):
         two.step(step).lower(two.put(jnp.ones(FEATURES)), *arguments)
 
 
+def mean_with_its_count(w, batch):
+    x, mask = batch
+    count = jnp.sum(mask)
+    return (jnp.sum(token_losses(w, x) * mask) / jnp.where(count == 0, 1, count), count), None
+
+
+def test_mean_with_its_count_as_its_weight_does_not_warn(two):
+    train_step = jdist.train_step(mean_with_its_count, optax.sgd(0.1))
+    batch = two.split((np.ones((8, TIME, FEATURES), np.float32), np.ones((8, TIME), np.float32)))
+    with two.scope(), warnings.catch_warnings():
+        warnings.simplefilter("error", LocalCountWarning)
+        train_step(jdist.init(lambda: jdist.TrainState.create(jnp.ones(FEATURES), optax.sgd(0.1))), batch)
+
+
 def mean_of_replica(params, batch, key, apply):
     losses = token_losses(apply(params, batch["x"]), batch["x"])
     return losses * batch["mask"] / jnp.mean(batch["mask"])

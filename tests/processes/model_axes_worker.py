@@ -64,3 +64,26 @@ def trained():
             "total": int(strategy.reduce("sum", ids, axis=None)),
         }
     return results
+
+
+def named_axis():
+    """Returns the weights after a step that is written for `jax.pmap`, under each strategy of all processes."""
+    strategies = {
+        "multi_worker": jdist.MultiWorkerMirroredStrategy(axis_name="batch"),
+        "automatic": jdist.auto_strategy(axis_name="batch"),
+        "mirrored": jdist.MirroredStrategy(jax.devices(), axis_name="batch"),
+        "groups": jdist.MultiWorkerMirroredStrategy(axis_name="batch", mesh={"batch": 2, "model": 2}),
+        "central": jdist.CentralStorageStrategy(jax.devices(), axis_name="batch"),
+        "sharded": jdist.ShardedStrategy(mesh=Mesh(np.array(jax.devices()), ("data",)), axis_name="batch"),
+    }
+    results = {}
+    for name, strategy in strategies.items():
+
+        def train_step(w, x):
+            return w - 0.1 * jax.lax.pmean((x * w).mean(0), axis_name="batch"), None
+
+        w = strategy.put(np.ones(3, np.float32))
+        for x in strategy.distribute_dataset(np.arange(24, dtype=np.float32).reshape(8, 3), batch_size=8):
+            w, _ = strategy.step(train_step)(w, x)
+        results[name] = np.asarray(jdist.read_values(w).addressable_data(0))
+    return results

@@ -22,3 +22,12 @@ def test_groups_of_devices_train_the_same_on_two_processes(four_devices, pair):
             is_within = name.startswith(("sizes", "within"))
             assert value["ids"] == ([process] if is_within else expected[name]["ids"])
             assert value["total"] == expected[name]["total"]
+
+
+@pytest.mark.slow
+def test_step_that_names_its_axis_runs_on_two_processes_under_every_strategy(pair):
+    expected = 1 - 0.1 * np.arange(24, dtype=np.float32).reshape(8, 3).mean(0)
+    for result in pair.run("processes.model_axes_worker:named_axis"):
+        assert len(result) == 6
+        for name, value in result.items():
+            np.testing.assert_allclose(value, expected[: len(value)], rtol=1e-6, err_msg=name)

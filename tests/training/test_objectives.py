@@ -282,6 +282,7 @@ def test_weights_per_token_with_optimizers_and_virtual_replicas(name, micro_batc
         assert_close(fitted.state.params, TABLE - 0.5 * jax.grad(lambda w: token_means(w, 23)[0])(jnp.asarray(TABLE)))
 
 
+@pytest.mark.filterwarnings("ignore::jdist.LocalCountWarning")  # its objective divides by the tokens of a replica
 def test_batch_without_tokens_changes_nothing_and_has_no_loss(two):
     def objective(params, batch, key, apply):
         losses = token_losses(params, batch, key, apply)[0][0]

@@ -11,7 +11,7 @@ An abstract interpretation of the traced function (`interpreter`) looks for exac
 * A *ratio* is a value that is proportional to the inverse of a count: a quotient, and what linear operations make of it. The
   backward pass of a loss consists of these. A nonlinear function, and the difference between a value and a ratio, are not.
 * It warns if a ratio is an operand of `jdist.all_reduce("mean", ...)`, `lax.pmean` or a policy of gradients. A product with a
-  count is not a ratio.
+  count is not a ratio, and neither is its quotient by a count: the weights of the replicas are in it.
 
 The size of the batch is a constant, so the loss `jnp.mean(losses)` does not warn. A primitive without a rule ends the search.
 """
@@ -38,6 +38,7 @@ class _Kind(enum.Enum):
     REPLICATED = enum.auto()  # also parameters
     DATA = enum.auto()  # varies, and is computed from the data and constants alone
     COUNT = enum.auto()
+    MULTIPLE = enum.auto()  # varies, and is a product with a count
     RATIO = enum.auto()
     SUM = enum.auto()  # of ratios, over the replicas
     OTHER = enum.auto()  # varies
@@ -228,7 +229,7 @@ class _CountAnalysis(Interpreter[_Value]):
         name = equation.primitive.name
         first = operands[0] if operands else _CONSTANT
         if name in _KEEPS_FIRST:
-            return first if first.kind in (_Kind.COUNT, _Kind.RATIO, _Kind.SUM) else None
+            return first if first.kind in (_Kind.COUNT, _Kind.MULTIPLE, _Kind.RATIO, _Kind.SUM) else None
         if _is_reciprocal(equation) and first.kind is _Kind.COUNT:
             return self._ratio(equation)
         if name == "div":
@@ -247,7 +248,8 @@ class _CountAnalysis(Interpreter[_Value]):
 
     def _quotient(self, equation: Equation, numerator: _Value, divisor: _Value) -> _Value | None:
         if divisor.kind is _Kind.COUNT:
-            return self._ratio(equation) if numerator.kind not in (_Kind.COUNT, _Kind.RATIO) else None
+            is_reduced = numerator.kind in (_Kind.COUNT, _Kind.MULTIPLE, _Kind.RATIO)
+            return None if is_reduced else self._ratio(equation)
         is_proportional = numerator.kind in (_Kind.RATIO, _Kind.SUM) and divisor.kind is not _Kind.RATIO
         if is_proportional or numerator.kind is _Kind.COUNT and divisor.kind in _REPLICATED:
             return numerator
@@ -269,6 +271,8 @@ def _product(first: _Value, second: _Value) -> _Value | None:
             return value
         if value.kind in (_Kind.COUNT, _Kind.SUM) and factor.kind in (_Kind.CONSTANT, _Kind.REPLICATED):
             return value
+        if value.kind is _Kind.COUNT and factor.kind in (_Kind.DATA, _Kind.OTHER, _Kind.MULTIPLE):
+            return _Value(_Kind.MULTIPLE)
     return None
 
 
