@@ -215,30 +215,30 @@ def test_partition_metadata_of_linen_splits_parameters_and_their_moments():
     rules = layout("optimizer", mesh(2, 2, axes=("data", "model")))
     state = {"params": ANNOTATED, "opt_state": jax.eval_shape(optax.adam(1e-3).init, ANNOTATED)}
     specs = splits(rules, state)
-    assert specs["state['params']['Dense_0']['kernel'].value"] == (None, "model")
-    assert specs["state['opt_state'][0].mu['Dense_0']['kernel'].value"] == ("data", "model")
-    assert specs["state['params']['own']['kernel'].value"] == ("model", None)
-    assert specs["state['opt_state'][0].nu['own']['kernel'].value"] == ("model", "data")
-    assert specs["state['params']['logical']['kernel'].value"] == ()  # names without a rule
+    assert specs["state['params']['Dense_0']['kernel']"] == (None, "model")
+    assert specs["state['opt_state'][0].mu['Dense_0']['kernel']"] == ("data", "model")
+    assert specs["state['params']['own']['kernel']"] == ("model", None)
+    assert specs["state['opt_state'][0].nu['own']['kernel']"] == ("model", "data")
+    assert specs["state['params']['logical']['kernel']"] == ()  # names without a rule
     with nn.logical_axis_rules((("mlp", "model"),)):
-        assert splits(rules, state)["state['params']['logical']['kernel'].value"] == (None, "model")
+        assert splits(rules, state)["state['params']['logical']['kernel']"] == (None, "model")
 
 
 def test_pattern_of_layout_overrides_partition_metadata():
     rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"Dense_0/kernel": PartitionSpec("model")})
-    assert splits(rules, ANNOTATED)["state['Dense_0']['kernel'].value"] == ("model",)
+    assert splits(rules, ANNOTATED)["state['Dense_0']['kernel']"] == ("model",)
 
 
 def test_axes_of_partition_metadata_that_the_mesh_does_not_have_are_ignored():
     specs = splits(layout("all"), ANNOTATED)
-    assert specs["state['Dense_0']['kernel'].value"] == (None, "data")
+    assert specs["state['Dense_0']['kernel']"] == (None, "data")
 
 
 def test_partition_metadata_that_does_not_divide_the_shape_is_refused():
     box = flax.core.meta.Partitioned(jnp.zeros((4, 3)), names=(None, "model"))
     message = (
-        r"its partition metadata splits dim 1 of state\['w'\]\.value, float32\[4,3\], over 'model', and 3 is not a multiple "
-        r"of 2\. .*`layout=\{'w/value': PartitionSpec\(\)\}`"
+        r"its partition metadata splits dim 1 of state\['w'\], float32\[4,3\], over 'model', and 3 is not a multiple "
+        r"of 2\. .*`layout=\{'w': PartitionSpec\(\)\}`"
     )
     with pytest.raises(ValueError, match=message):
         layout("all", mesh(2, 2, axes=("data", "model"))).shardings({"w": box})

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
 
-from jdist._src.core.nn_modules import array_children, is_nnx_module, is_variable, leaves_with_path
+from jdist._src.core.nn_modules import array_children, is_box, is_nnx_module, leaves_with_path, value_in
 from jdist._src.core.tree import PyTree
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import DistributedValues, is_distributed
@@ -109,8 +109,8 @@ def to_json(tree: PyTree, inline: bool = False, start: int = 0) -> Any:
                 name: value for name in ("aggregation", "trainable") if (value := getattr(node, name, None)) is not None
             }
             return {type(node).__name__: visit(node.tree)} | {k: getattr(v, "name", v) for k, v in options.items()}
-        if is_variable(node):
-            return visit(node.get_raw_value())
+        if is_box(node):
+            return visit(value_in(node))
         children = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
         if is_nnx_module(node):
             children = array_children(children)

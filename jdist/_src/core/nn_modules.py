@@ -25,6 +25,16 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
 
 
+def is_box(node: Any) -> bool:
+    """Returns whether `node` contains one value with metadata: an `nnx.Variable`, or a box of linen (`nn.Partitioned`)."""
+    return is_variable(node) or isinstance(node, getattr(sys.modules.get("flax.core.meta"), "Partitioned", ()))
+
+
+def value_in(box: Any) -> Any:
+    """Returns the value in an `nnx.Variable` or a box of linen."""
+    return box.get_raw_value() if is_variable(box) else box.value
+
+
 def is_nnx_object(node: Any) -> bool:
     """Returns whether `node` is an object of nnx with attributes: a module, an optimizer, `nnx.Rngs`, a metric."""
     return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Pytree", ()))
@@ -121,16 +131,17 @@ def from_array_tree(tree: PyTree) -> PyTree:
 
 
 def leaves_with_path(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the leaves of `tree` with their paths, without the key of the value of an nnx variable.
+    """Returns the leaves of `tree` with their paths, without the key of the value in an nnx variable or a box of linen.
 
-    So a parameter has the path under which the user reads it: `.layers[0].kernel`, and not `.layers[0].kernel.value`.
+    So a parameter has the path under which its module defines it, `.layers[0].kernel`, and not `.layers[0].kernel.value`, with
+    and without metadata.
     """
-    if "flax.nnx" not in sys.modules:
+    if "flax" not in sys.modules:
         return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     leaves: list[tuple[tuple[Any, ...], Any]] = []
-    ends = is_variable if is_leaf is None else lambda node: is_variable(node) or is_leaf(node)
+    ends = is_box if is_leaf is None else lambda node: is_box(node) or is_leaf(node)
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=ends):
-        if not is_variable(node) or (is_leaf is not None and is_leaf(node)):
+        if not is_box(node) or (is_leaf is not None and is_leaf(node)):
             leaves.append((path, node))
             continue
         for inner_path, leaf in jax.tree_util.tree_leaves_with_path(node, is_leaf=is_leaf):

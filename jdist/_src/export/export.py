@@ -15,7 +15,7 @@ from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.byte_dtypes import to_bytes
-from jdist._src.core.nn_modules import array_children, is_nnx_module, is_variable
+from jdist._src.core.nn_modules import array_children, is_box, is_nnx_module, value_in
 from jdist._src.core.optional_import import optional_import
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, has_dtype, one_line
 from jdist._src.core.version import __version__
@@ -216,10 +216,10 @@ def _on_plain_containers(apply: Callable[..., PyTree], trees: Sequence[PyTree]) 
 def plain_containers(node: PyTree) -> PyTree:
     """Returns a tree of dicts, lists and tuples.
 
-    Any other container becomes a dict of its children; an nnx variable becomes its value.
+    Any other container becomes a dict of its children; an nnx variable, or a box of linen, becomes its value.
     """
-    if is_variable(node):
-        return plain_containers(node.get_raw_value())
+    if is_box(node):
+        return plain_containers(value_in(node))
     if node is None or type(node) in (list, tuple):
         return node if node is None else type(node)(map(plain_containers, node))
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)

@@ -17,6 +17,7 @@ import optax
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.call_errors import explains_arguments
+from jdist._src.core.sharding_annotations import restrict_annotations
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, add_note_once, one_line
 from jdist._src.data.config import Cache
@@ -482,7 +483,7 @@ class Trainer:
         on_devices = functools.partial(jax.tree.map, to_device_memory)
         eval_params = self._eval_params
         run = None if eval_params is None else lambda *args: eval_params(*on_devices(args))
-        return self._functions.outputs(on_devices(model_variables(state, run)), inputs)
+        return self._outputs(on_devices(model_variables(state, run)), inputs)
 
     def model(self, state: PyTree) -> Any:
         """Returns the model with the values of a training state, on the default device, as a function of inputs `[batch, ...]`.
@@ -513,7 +514,11 @@ class Trainer:
         """
         variables = ModelVariables(*jax.tree.map(jnp.asarray, jax.device_get(self._variables(state))))
         model = self._functions.objective.model.rebuild(*variables)
-        return model if callable(model) else TrainedModel(model, functools.partial(self._functions.outputs, variables))
+        return model if callable(model) else TrainedModel(model, functools.partial(self._outputs, variables))
+
+    def _outputs(self, variables: ModelVariables, inputs: PyTree) -> PyTree:
+        with restrict_annotations(is_strict=False):  # the mesh of a strategy is not in the context here
+            return self._functions.outputs(variables, inputs)
 
     def _planned_step(self, element: PyTree) -> tuple[Callable[..., Any], Callable[[], Any]]:
         """Returns the step of `fit`, and a function that creates its state, for elements `[batch, ...]`: for `jdist.plan`."""

@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
-from jdist._src.core.nn_modules import leaves_with_path
+from jdist._src.core.nn_modules import is_box, leaves_with_path
 from jdist._src.core.partition_specs import axes_of
 from jdist._src.core.tree import PyTree, dtype_and_shape, is_named_tuple, one_line
 from jdist._src.devices.mesh import HOST_MEMORY
@@ -210,7 +210,7 @@ class StateSharding:
             spec = self._with_data_axis(gradient, parameter_specs.get(parameter.path, PartitionSpec()))
             return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-        return lambda tree: jax.tree_util.tree_map_with_path(constrain, tree)
+        return lambda tree: jax.tree.structure(tree).unflatten([constrain(*pair) for pair in leaves_with_path(tree)])
 
     def _parameter_specs(self, leaves: Sequence[StateLeaf], is_state: bool) -> dict[tuple[str, ...], PartitionSpec]:
         """Returns the spec of each parameter that a pattern matches or that has partition metadata, by its path."""
@@ -457,7 +457,8 @@ def _records(state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
     records: list[tuple[tuple[Any, ...], Any]] = []
 
     def visit(path: tuple[Any, ...], node: Any) -> None:
-        is_next = lambda child: child is not node and (is_named_tuple(child) or dataclasses.is_dataclass(child))
+        is_record = lambda child: is_named_tuple(child) or (dataclasses.is_dataclass(child) and not is_box(child))
+        is_next = lambda child: child is not node and is_record(child)
         for child_path, child in leaves_with_path(node, is_leaf=is_next):
             if is_next(child) and not is_distributed(child) and not _is_optimizer_state(child):
                 records.append(((*path, *child_path), child))
