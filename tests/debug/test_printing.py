@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jdist
 
@@ -14,10 +15,12 @@ PLACES = {
     "one_device": STRATEGIES["one_device"],
     "mirrored_3": STRATEGIES["mirrored_3"],
     "mirrored_8": STRATEGIES["mirrored_8"],
+    "groups_2": STRATEGIES["groups_2"],
     "sharded_4": STRATEGIES["sharded_4"],
     "central_2": STRATEGIES["central_2"],
     "virtual_4_on_2": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4),
     "virtual_3_on_2": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=3),
+    "virtual_2": lambda: jdist.MirroredStrategy(["cpu:0"], virtual_replicas=2),
     "virtual_1": lambda: jdist.MirroredStrategy(["cpu:0"], virtual_replicas=1),
 }
 
@@ -69,7 +72,7 @@ def test_lines_are_in_the_order_of_steps_calls_and_replicas(name, capfd):
     assert capfd.readouterr().out.splitlines() == lines_of_step(strategy.num_replicas_in_sync, 0.0)
 
 
-@pytest.mark.parametrize("name", ["mirrored_3", "sharded_4", "central_2", "virtual_3_on_2"])
+@pytest.mark.parametrize("name", ["mirrored_3", "groups_2", "sharded_4", "central_2", "virtual_3_on_2"])
 def test_steps_of_a_call_are_in_order(name, capfd):
     strategy = PLACES[name]()
     step = strategy.step(looping_step, steps_per_call=2)
@@ -141,13 +144,22 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("place", ["mirrored", "virtual"])
+@pytest.mark.parametrize("place", ["mirrored_2", "groups_2", "virtual_2"])
 def test_lines_of_transformed_functions(name, place, capfd):
-    devices = ["cpu:0", "cpu:1"] if place == "mirrored" else ["cpu:0"]
-    strategy = jdist.MirroredStrategy(devices, virtual_replicas=2 if place == "virtual" else None)
+    strategy = {**PLACES, **STRATEGIES}[place]()
     function, expected = FUNCTIONS[name]
     strategy.run(function, (jnp.float32(1),))
     assert capfd.readouterr().out.splitlines() == expected
+
+
+def test_devices_of_a_replica_print_in_a_shard_map(capfd):
+    def step(state, x):
+        part = lambda x: (jdist.debug.print("{} rows", len(x)), lax.psum(x.sum(), "model"))[1]
+        return state, jax.shard_map(part, in_specs=(P("model"),), out_specs=P(), axis_names={"model"})(x)
+
+    strategy = PLACES["groups_2"]()
+    strategy.step(step)(strategy.put(0.0), strategy.split(np.ones((8, 3), np.float32)))
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(2 * each(TWO, "2 rows"))
 
 
 def test_fields_are_formatted_as_by_format_and_every_line_has_the_replica(two, capfd):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec as P
 
 import jdist
 from jdist import sync
@@ -55,7 +56,12 @@ TWO_LEVELS = {
     )
     for size in (1, 2)
 }
-POLICY_STRATEGIES = ONE_LEVEL | TWO_LEVELS
+# Two replicas of two devices each, which hold parts of the matrices.
+PARTITIONED = lambda: jdist.MirroredStrategy(
+    mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "model")),
+    layout=[("in/w", P(None, "model")), ("in/b", P("model")), ("out", P("model")), (".*", P())],
+)
+POLICY_STRATEGIES = ONE_LEVEL | TWO_LEVELS | {"partitioned": PARTITIONED}
 
 
 class State(NamedTuple):

@@ -325,7 +325,7 @@ ERRORS = {
     "sizes that do not fit": (
         lambda: jdist.MirroredStrategy(mesh={"replica": 2, "model": 3}),
         ValueError,
-        "needs 6 devices, and there are 8. Choose sizes whose product is the number of devices.",
+        "needs 6 devices, and there are 8. Choose sizes whose product is the number of devices, or pass a `Mesh` of some of them.",
     ),
     "sizes that do not divide": (
         lambda: jdist.MirroredStrategy(mesh={"replica": -1, "model": 3}),

@@ -26,8 +26,9 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:  # noqa: A001  # as `jax
     strategy this is `jax.debug.print`. A call of a program with a `print` waits for its results, and a program without one is
     not changed.
 
-    Lines are in the order in which they arrive, as those of `jax.debug.print`, in three cases: a step that is called inside a
-    `jax.jit`, a program of `Strategy.compile`, and the steps of a `ParameterServerStrategy`, whose workers are asynchronous.
+    Lines are in the order in which they arrive, as those of `jax.debug.print`, in four cases: a step that is called inside a
+    `jax.jit`, a program of `Strategy.compile`, the steps of a `ParameterServerStrategy`, whose workers are asynchronous, and a
+    `jax.shard_map` over the devices of a replica, of which each device has its line.
 
     Args:
         fmt: A format string: `"loss {}"`, `"{x:.3f} at {step}"`. Without a replacement field, the arguments follow it.

@@ -151,7 +151,7 @@ def resolved_sizes(sizes: Mapping[str, int], count: int) -> list[int]:
     if count % known or (-1 not in sizes.values() and count != known):
         raise ValueError(
             f"`mesh={dict(sizes)}` needs {'a multiple of ' if -1 in sizes.values() else ''}{known} devices, and there are "
-            f"{count}. Choose sizes whose product is the number of devices."
+            f"{count}. Choose sizes whose product is the number of devices, or pass a `Mesh` of some of them."
         )
     return [count // known if size == -1 else size for size in sizes.values()]
 
