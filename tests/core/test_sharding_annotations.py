@@ -27,7 +27,7 @@ def constraints(fn, axis_names=frozenset({"replica"})):
     """Returns the specs of the constraints that `fn` of a replica traces, where the replica spans the axis `"model"`."""
 
     def restricted(x):
-        with restrict_annotations(is_strict=False):
+        with restrict_annotations("replica"):
             return fn(x)
 
     mapped = jax.shard_map(
@@ -70,9 +70,21 @@ def test_automatic_axes_of_the_mesh_keep_their_effect(given, expected):
 def test_annotations_without_an_automatic_axis_add_no_equation(given, expected):
     constrain = lambda x: with_sharding_constraint(x, given)
     assert constraints(constrain, frozenset(MESH.axis_names)) == []
-    with restrict_annotations(is_strict=False):  # no mesh in the context
+    with restrict_annotations("replica"):  # no mesh in the context
         assert constrain(np.float32([[1.0]])) == jnp.float32([[1.0]])
         assert isinstance(constrain(np.float32([[1.0]])), jax.Array)
+
+
+def test_outside_a_strategy_a_named_sharding_is_left_to_jax():
+    def specs(sharding):
+        with restrict_annotations("outside"):
+            program = jax.make_jaxpr(jax.jit(lambda x: with_sharding_constraint(x, sharding)))(X)
+        return [equation.params["sharding"].spec for equation in equations(program) if is_constraint(equation)]
+
+    assert specs(P("model")) == specs(P("unknown")) == []
+    assert specs(NamedSharding(OTHER, P("model"))) == [P("model")]
+    with jax.set_mesh(Mesh(MESH.devices, MESH.axis_names)):
+        assert specs(P("unknown", "model")) == [P(None, "model")]
 
 
 def test_trees_of_annotations():
@@ -119,7 +131,7 @@ def test_jax_is_unchanged_outside():
             with_sharding_constraint(X, P("model"))
         results.append("complete")
 
-    with restrict_annotations(is_strict=False):
+    with restrict_annotations("replica"):
         thread = threading.Thread(target=use_jax)
         thread.start()
         thread.join()
@@ -128,7 +140,7 @@ def test_jax_is_unchanged_outside():
 
 
 def test_constraint_function_has_the_parameters_that_the_hook_passes():
-    with restrict_annotations(is_strict=False):
+    with restrict_annotations("replica"):
         pass
     assert list(inspect.signature(with_sharding_constraint.original).parameters) == ["x", "shardings"]
     assert with_sharding_constraint is jax.lax.with_sharding_constraint

@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,27 +24,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._src.core import source_lines
 from jdist._src.core.partition_specs import axes_of
 
-# Whether an unknown axis in a direct `with_sharding_constraint` is an error; None outside replica functions.
-_is_strict: ContextVar[bool | None] = ContextVar("jdist_strict_annotations", default=None)
+Place: TypeAlias = Literal["replica", "global arrays", "outside"]
+_place: ContextVar[Place | None] = ContextVar("jdist_annotations_place", default=None)
 
 
 @contextlib.contextmanager
-def restrict_annotations(is_strict: bool) -> Iterator[None]:
+def restrict_annotations(place: Place) -> Iterator[None]:
     """Restricts sharding annotations to the automatic axes of the mesh in the context, while this thread runs the block.
 
-    An annotation without such an axis has no effect: it adds no equation.
+    An annotation without such an axis has no effect: it adds no equation. Names in the metadata of flax never need to exist.
 
     Args:
-        is_strict: Whether a direct `with_sharding_constraint` is left to JAX, since the function sees the global arrays, and an
-            axis that the mesh does not have is an error. Names in the metadata of flax need not exist in either case.
+        place: What runs: the function of one of several replicas; a function of global arrays, in which a direct
+            `with_sharding_constraint` is left to JAX, and an axis that the mesh does not have is an error; or a model outside
+            a strategy, in which a `NamedSharding` is left to JAX.
     """
     _install()
     _install_in_flax()
-    token = _is_strict.set(is_strict)
+    token = _place.set(place)
     try:
         yield
     finally:
-        _is_strict.reset(token)
+        _place.reset(token)
 
 
 @functools.cache
@@ -72,11 +73,11 @@ def _hooked(x: Any, shardings: Any) -> Any:
 
 def _effective(shardings: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """Returns the shardings that JAX receives, or the function that is called instead since they have no effect."""
-    is_strict = _is_strict.get()
-    if is_strict is None:
+    place = _place.get()
+    if place is None:
         return shardings, None
     caller = sys._getframe(2).f_globals.get("__name__") or ""
-    if is_strict and not caller.startswith("flax."):
+    if place == "global arrays" and not caller.startswith("flax."):
         _check_axes(shardings)
         return shardings, None
     return _restricted(shardings)
@@ -85,6 +86,8 @@ def _effective(shardings: Any) -> tuple[Any, Callable[[Any], Any] | None]:
 def _restricted(shardings: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     axes = jax.sharding.get_abstract_mesh().auto_axes
     leaves, treedef = jax.tree.flatten(shardings, is_leaf=lambda leaf: leaf is None)
+    if _place.get() == "outside" and any(isinstance(leaf, NamedSharding) for leaf in leaves):
+        return shardings, None
     if axes:
         return treedef.unflatten([_restricted_leaf(leaf, axes) for leaf in leaves]), None
     has_no_effect = all(isinstance(leaf, NamedSharding | PartitionSpec | None) for leaf in leaves)
@@ -134,7 +137,7 @@ def _install_in_flax() -> None:
 
     @functools.wraps(original)
     def shard_value(value: Any, out_sharding: Any, sharding_rules: Any, mesh: Any) -> Any:
-        if _is_strict.get() is None or not out_sharding:
+        if _place.get() is None or not out_sharding:
             return original(value, out_sharding, sharding_rules, mesh)
         shardings, convert = _restricted(spmd.apply_rules(out_sharding, sharding_rules))
         return with_sharding_constraint.original(value, shardings) if convert is None else convert(value)  # pyright: ignore

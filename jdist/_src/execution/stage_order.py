@@ -36,7 +36,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
         ),  # of all steps, before the first one runs
         RepeatedSteps(loop) if loop else None,  # what follows runs once per step
         *spec.user_stages,  # around all that a step computes
-        ShardingAnnotations(is_strict=bool(spec.backend.replicas.batch_axes)),
+        ShardingAnnotations(sees_global_arrays=bool(spec.backend.replicas.batch_axes)),
         HostCalls(spec),
         *own,
         processes,

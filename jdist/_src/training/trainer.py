@@ -517,7 +517,7 @@ class Trainer:
         return model if callable(model) else TrainedModel(model, functools.partial(self._outputs, variables))
 
     def _outputs(self, variables: ModelVariables, inputs: PyTree) -> PyTree:
-        with restrict_annotations(is_strict=False):  # the mesh of a strategy is not in the context here
+        with restrict_annotations("outside"):  # the mesh of a strategy is not in the context here
             return self._functions.outputs(variables, inputs)
 
     def _planned_step(self, element: PyTree) -> tuple[Callable[..., Any], Callable[[], Any]]:
