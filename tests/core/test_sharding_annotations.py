@@ -83,6 +83,8 @@ def test_outside_a_strategy_a_named_sharding_is_left_to_jax():
 
     assert specs(P("model")) == specs(P("unknown")) == []
     assert specs(NamedSharding(OTHER, P("model"))) == [P("model")]
+    with restrict_annotations("replica"):  # a model that a replica function calls
+        assert specs(NamedSharding(OTHER, P("model"))) == []
     with jax.set_mesh(Mesh(MESH.devices, MESH.axis_names)):
         assert specs(P("unknown", "model")) == [P(None, "model")]
 

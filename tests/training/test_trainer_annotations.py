@@ -28,11 +28,15 @@ class Linen(nn.Module):
     is_logical: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, train):
         partitioning = nn.with_logical_partitioning if self.is_logical else nn.with_partitioning
         names = ("embed", "mlp") if self.is_logical else (None, "model")
         init = lambda names: partitioning(INIT, names) if self.annotate else INIT
-        x = nn.tanh(nn.Dense(8, kernel_init=init(names), name="first")(x))
+        zeros = partitioning(nn.initializers.zeros, names[1:]) if self.annotate else nn.initializers.zeros
+        mean = self.variable("batch_stats", "mean", zeros, None, (8,))
+        x = nn.tanh(nn.Dense(8, kernel_init=init(names), name="first")(x) + mean.value)
+        if train:
+            mean.value = 0.9 * mean.value + 0.1 * x.mean(0)
         x = lax.with_sharding_constraint(x, P(None, "model")) if self.annotate else x
         return nn.Dense(4, kernel_init=init(names[::-1]), name="second")(x)
 
@@ -44,12 +48,13 @@ class NNX(nnx.Module):
         self.first = nnx.Linear(4, 8, kernel_init=init((None, "model")), rngs=rngs)
         self.mean = nnx.BatchStat(jnp.zeros(8), **({"out_sharding": ("model",)} if annotate else {}))
         self.second = nnx.Linear(8, 4, kernel_init=init(("model", None)), rngs=rngs)
+        self.scale = nnx.data(jnp.full(4, 2.0))  # an array without a variable
 
     def __call__(self, x, train):
         h = jnp.tanh(self.first(x) + self.mean[...])
         if train:
             self.mean[...] = 0.9 * self.mean[...] + 0.1 * h.mean(0)
-        return self.second(h)
+        return self.scale * self.second(h)
 
 
 def nnx_model(annotate=True):

@@ -445,6 +445,11 @@ def evaluate_equation(jaxpr: Jaxpr, equation: Equation, operands: Sequence[Any])
     return core.jaxpr_as_fun(close_jaxpr(one))(*values.values())
 
 
+def context_of(equation: Equation) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context in which JAX traced `equation`. It contains the mesh, which a callback in a `shard_map` needs."""
+    return equation.ctx.manager
+
+
 def bind_equation(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Returns the results of the primitive of `equation`, with its parameters, for other operands."""
     results = equation.primitive.bind(*operands, **equation.params)

@@ -37,11 +37,11 @@ def restrict_annotations(place: Place) -> Iterator[None]:
     Args:
         place: What runs: the function of one of several replicas; a function of global arrays, in which a direct
             `with_sharding_constraint` is left to JAX, and an axis that the mesh does not have is an error; or a model outside
-            a strategy, in which a `NamedSharding` is left to JAX.
+            a strategy, in which a `NamedSharding` is left to JAX. In a function of a strategy, a model is not outside.
     """
     _install()
     _install_in_flax()
-    token = _place.set(place)
+    token = _place.set((_place.get() or place) if place == "outside" else place)
     try:
         yield
     finally:

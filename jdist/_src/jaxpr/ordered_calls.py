@@ -90,7 +90,7 @@ class _Positions(Evaluator):
             return super().primitive(jaxpr, equation, operands)
         function, deliver = jax_compat.callback_of(equation), self._deliver
         position = jnp.stack([jnp.asarray(number, jnp.int32) for number in (*self._loops, self._next)])
-        with equation.ctx.manager:  # with the mesh: JAX compiles a callback of a partitioned replica by a `shard_map`
+        with jax_compat.context_of(equation):
             jax_compat.call_on_host(lambda *values: deliver(function, *values), (position, *operands))
         return []
 

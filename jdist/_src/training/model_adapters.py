@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdist._src.core.nn_modules import is_box, is_variable, value_in
 from jdist._src.core.tree import PyTree
 from jdist._src.training.keras_models import adapt_keras
 from jdist._src.training.model_functions import CallSignature, ModelFunctions, ModelLosses, ModelResult
+from jdist._src.values.state_sharding import partition_metadata
 
 LOSSES = "losses"  # the collection of linen, and the name of intermediates of nnx, whose values are added to the loss
 
@@ -90,7 +92,6 @@ def _adapt_linen(module: Any) -> ModelFunctions:
 
 def _adapt_nnx(module: Any) -> ModelFunctions:
     from flax import nnx
-    from flax.core import meta
 
     signature = CallSignature(type(module).__call__, 1)
     module, graphs = nnx.clone(module), {}
@@ -104,7 +105,7 @@ def _adapt_nnx(module: Any) -> ModelFunctions:
 
     def with_values(template: Any, values: PyTree) -> Any:
         state = jax.tree.map(lambda x: x, template)
-        nnx.replace_by_pure_dict(state, meta.unbox(values))
+        nnx.replace_by_pure_dict(state, _unboxed(values))
         return state
 
     def apply(values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
@@ -128,26 +129,25 @@ def _adapt_nnx(module: Any) -> ModelFunctions:
     return ModelFunctions(init, apply, rebuild, signature.takes_weights)
 
 
-def _boxed_value(variable: Any) -> Any:
-    """Returns the value of an nnx variable, in a box with its partition metadata if it has any.
+def _boxed_value(leaf: Any) -> Any:
+    """Returns the value of an nnx variable, in a box with its partition metadata if it has any; and any other leaf.
 
     The box is one of linen. A variable in the state would make steps slow: to flatten and unflatten one takes 0.1 ms per step.
     """
-    from flax import nnx
     from flax.core import meta
 
-    value = variable.get_value()
-    if not variable.get_metadata().get("out_sharding"):
-        return value
-    spec: Any = nnx.get_partition_spec(variable)
-    return meta.Partitioned(value, names=tuple(spec.get_value()))
+    if not is_variable(leaf):
+        return leaf
+    spec = partition_metadata(leaf)
+    return leaf.get_value() if spec is None else meta.Partitioned(leaf.get_value(), names=tuple(spec))
+
+
+def _unboxed(values: PyTree) -> PyTree:
+    return jax.tree.map(lambda node: value_in(node) if is_box(node) else node, values, is_leaf=is_box)
 
 
 def _boxed_like(boxed: PyTree, values: PyTree) -> PyTree:
     """Returns `values` in the boxes of the values of `boxed`."""
-    from flax.core import meta
-
-    is_box = lambda node: isinstance(node, meta.AxisMetadata)
     if not any(map(is_box, jax.tree.leaves(boxed, is_leaf=is_box))):
         return values
     box = lambda old, new: old.replace_boxed(new) if is_box(old) else new

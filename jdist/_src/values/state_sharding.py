@@ -342,12 +342,12 @@ def state_leaves(state: PyTree) -> list[StateLeaf]:
             return
         if not parent.is_optimizer and _is_optimizer_state(node):
             parent = dataclasses.replace(parent, is_optimizer=True)
-        metadata = _partition_metadata(node)
+        metadata = partition_metadata(node)
         if metadata is not None:
             parent = dataclasses.replace(parent, metadata=metadata)
 
         def is_next(child: Any) -> bool:
-            is_declared = is_distributed(child) or _partition_metadata(child) is not None
+            is_declared = is_distributed(child) or partition_metadata(child) is not None
             return child is not node and (is_declared or (not parent.is_optimizer and _is_optimizer_state(child)))
 
         for child_path, child in leaves_with_path(node, is_leaf=is_next):
@@ -401,7 +401,7 @@ def _is_optimizer_state(node: Any) -> bool:
     return isinstance(node, nnx_state)
 
 
-def _partition_metadata(node: Any) -> PartitionSpec | None:
+def partition_metadata(node: Any) -> PartitionSpec | None:
     """Returns the axis names of a linen box (`Partitioned`, `LogicallyPartitioned`) or an nnx variable; None without names.
 
     Logical names are translated by their rules, or the rules of the current context; a name without a rule stays unsplit.
