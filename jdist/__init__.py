@@ -33,6 +33,8 @@ from jdist._src.core.errors import ClippedPerReplicaWarning as ClippedPerReplica
 from jdist._src.core.errors import DivergentCollectiveError as DivergentCollectiveError
 from jdist._src.core.errors import FitError as FitError
 from jdist._src.core.errors import LocalCountWarning as LocalCountWarning
+from jdist._src.core.errors import NotEquivalentError as NotEquivalentError
+from jdist._src.core.errors import NotEquivalentWarning as NotEquivalentWarning
 from jdist._src.core.errors import NotMirroredError as NotMirroredError
 from jdist._src.core.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist._src.core.errors import ReplicatedBatchWarning as ReplicatedBatchWarning

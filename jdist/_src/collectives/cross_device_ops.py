@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import Replicas, group_mesh, has_model_axes, local_mesh_devices
+from jdist._src.jaxpr.marks import REDUCE_CALL, named_call
 from jdist._src.values.reduce_op import ReduceOp, from_sortable, sortable
 
 Axes: TypeAlias = tuple[str, ...]
@@ -81,6 +82,10 @@ class CrossDeviceOps(abc.ABC):
         MAX and MIN of floats are NaN where the value of any replica is NaN. `lax.pmax` drops NaN on CPU; `AllReduce` does not.
         """
 
+    def is_direct(self, op: ReduceOp, x: jax.Array) -> bool:
+        """Whether `x` is reduced by one collective, from which the analyses know the result."""
+        return False
+
     def resolve(self, mesh: Mesh) -> "CrossDeviceOps":
         """Returns this algorithm with default parameters replaced by the values for the devices of `mesh`."""
         return self
@@ -121,11 +126,14 @@ class AllReduce(CrossDeviceOps):
 
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
         """See `CrossDeviceOps.reduce`."""
-        threshold = self.bytes_to_scatter
         divides_evenly = x.size and x.size % num_replicas(axes) == 0
-        if op is ReduceOp.SUM and threshold is not None and divides_evenly and x.nbytes >= threshold:
+        if op is ReduceOp.SUM and divides_evenly and not self.is_direct(op, x):
             return _scattered_sum(x, axes, lambda shard: shard)
         return _xla_all_reduce(op, x, axes)
+
+    def is_direct(self, op: ReduceOp, x: jax.Array) -> bool:
+        """See `CrossDeviceOps.is_direct`."""
+        return op is ReduceOp.SUM and (self.bytes_to_scatter is None or x.nbytes < self.bytes_to_scatter)
 
     def resolve(self, mesh: Mesh) -> "AllReduce":
         """See `CrossDeviceOps.resolve`."""
@@ -207,7 +215,11 @@ def all_reduce_packed(
         packs.setdefault(leaf.dtype if is_small else number, []).append(number)
     results = list(leaves)
     for numbers in packs.values():
-        reduced = _apply_packed([leaves[number] for number in numbers], lambda buffer: ops.reduce(op, buffer, axes))
+        members = [leaves[number] for number in numbers]
+        reduce = lambda *members: _apply_packed(members, lambda buffer: ops.reduce(op, buffer, axes))
+        if len(members) > 1 or not ops.is_direct(op, members[0]):
+            reduce = named_call(reduce, REDUCE_CALL, op.name)
+        reduced = reduce(*members)
         for number, leaf in zip(numbers, reduced, strict=True):
             results[number] = leaf
     return results

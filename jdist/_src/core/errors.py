@@ -19,6 +19,18 @@ class DivergentCollectiveError(ValueError):
     """
 
 
+class NotEquivalentError(ValueError):
+    """A step on several replicas does not compute what one device computes from the whole batch (`equivalence="error"`).
+
+    Raised while the step is traced. The message names the leaf of the state, the factor or the reason, the chain of operations
+    with source lines, and the fix.
+    """
+
+
+class NotEquivalentWarning(UserWarning):
+    """A step on several replicas does not compute what one device computes from the whole batch."""
+
+
 class RepeatedSumWarning(UserWarning):
     """A replicated value is summed over the replicas, which multiplies it by the number of replicas."""
 

@@ -511,6 +511,14 @@ def contents(equation: Equation) -> Contents:
     return Contents(names, jaxprs, opaque=bool(higher_order) and not jaxprs)
 
 
+def programs(equation: Equation) -> list[Any]:
+    """Returns the jaxprs among the parameters of `equation`, closed or open, in order."""
+    params = equation.params
+    higher_order = params.get("_prim")
+    values = _names_and_jaxprs(higher_order.params.values() if higher_order else params.values(), [])
+    return [value for value in values if type(value) is not str]
+
+
 def closed_jaxprs(equation: Equation) -> list[Any]:
     """Returns the closed jaxprs among the parameters of `equation`, with their constants."""
     values = _names_and_jaxprs(equation.params.values(), [])

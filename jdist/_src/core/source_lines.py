@@ -178,6 +178,7 @@ def functions_in_file(equation: Equation, package: str, file_name_part: str) -> 
 _LIBRARIES = "flax", "optax", "chex", "keras", "optree", "haiku", "equinox", "distrax"
 
 
+@functools.cache
 def _in_library(file: str) -> bool:
     in_standard = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
     return in_standard or file.startswith(_folders(*_LIBRARIES)) or file.startswith(_JDIST)

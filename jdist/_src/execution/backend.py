@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,6 +19,9 @@ from jdist._src.replica.context import ReplicaContext
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateSharding
+
+
+Equivalence: TypeAlias = Literal["error", "warn", "ignore"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +133,7 @@ class ProgramSpec:
         donates: Whether the memory of that state is reused for the new state.
         compiler_options: Options of XLA that the user gave.
         is_global: Whether the function is in the global view: it is of one replica and written as such.
+        equivalence: What to do if a step does not compute what one device computes.
     """
 
     name: str
@@ -143,6 +147,7 @@ class ProgramSpec:
     donates: bool = False
     compiler_options: Mapping[str, Any] | None = None
     is_global: bool = False
+    equivalence: Equivalence = "warn"
 
     @property
     def varying_axes(self) -> tuple[str, ...]:

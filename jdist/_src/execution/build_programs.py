@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jdist._src.core.arguments import as_int, check_callable, function_name
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
-from jdist._src.execution.backend import Backend, ProgramSpec
+from jdist._src.execution.backend import Backend, Equivalence, ProgramSpec
 from jdist._src.execution.call_forms import CallForms, check_static_argnames
 from jdist._src.execution.multi_step import StackedInputs, StepLoop
 from jdist._src.execution.nn_module_stage import unpacked
@@ -37,10 +37,11 @@ class StepOptions:
         compiler_options: Options of XLA for the program.
         static_argnames: The names of the last parameters that are Python values at trace time.
         view: What the function sees: the part of one replica, or the global batch.
+        equivalence: What to do if the step does not compute what one device computes.
 
     Raises:
         TypeError: An option has the wrong type.
-        ValueError: `steps_per_call` is less than 1, or `view` is unknown.
+        ValueError: `steps_per_call` is less than 1, or `view` or `equivalence` is unknown.
     """
 
     precision: Precision | None = None
@@ -49,6 +50,7 @@ class StepOptions:
     compiler_options: Mapping[str, Any] | None = None
     static_argnames: str | Sequence[str] = ()
     view: View = "replica"
+    equivalence: Equivalence = "warn"
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision | None):
@@ -71,6 +73,11 @@ class StepOptions:
             raise ValueError(
                 '`view` is "replica", for a step of one replica, or "global", for a step of the global batch, got '
                 f"{one_line(self.view)}."
+            )
+        if self.equivalence not in get_args(Equivalence):
+            raise ValueError(
+                '`equivalence` says what to do if the step does not compute what one device computes: "error", "warn" or '
+                f'"ignore", got {one_line(self.equivalence)}.'
             )
 
 
@@ -200,6 +207,7 @@ def _program(
         donates,
         compiler_options,
         options.view == "global",
+        options.equivalence,
     )
     loop = None if options.steps_per_call is None else StepLoop(spec, options.steps_per_call)
     return Program(spec, stages_of(spec, loop))

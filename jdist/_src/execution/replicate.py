@@ -20,12 +20,14 @@ from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
 from jdist._src.core.jax_compat import Jaxpr
 from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.execution import equivalence
 from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Proof, ReplicaFn, Traced, UserCall, item_names
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
 from jdist._src.jaxpr.count_check import warn_of_local_counts
+from jdist._src.jaxpr.equivalence_verdict import Verdict
 from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.jaxpr.trace_errors import check_no_captured_ref, explain_trace_errors, note_arguments
@@ -71,6 +73,8 @@ def replicate(
         NotMirroredError: A leaf of the state is not proved to be replicated.
         ValueError: A wrapper among the arguments does not fit the replicas.
     """
+    # The only replica is traced first: side effects of Python code are those of the trace that runs.
+    whole = trace_whole(call, spec, stages) if equivalence.compares(spec) and spec.equivalence != "ignore" else None
     function, names, program, results = trace_replica(call, spec, stages)
     jaxpr = jax_compat.open_jaxpr(program)
     check_no_captured_ref(jaxpr)
@@ -78,10 +82,17 @@ def replicate(
     results = _with_wrappers(results, replication.prove(jaxpr, inputs, spec.varying_axes))
     if spec.varying_axes:
         _check_for_replicas(jaxpr, inputs, call, spec)
+    verdicts = equivalence.verdicts(program, whole, function.items, results, spec) if whole else []
+    equivalence.report(verdicts, results.num_state, spec)
     run = program
     for stage in stages:
         run = stage.wrap_program(run)
-    return Traced(results.as_pair(spec.backend.run(function, run, results)), _proof(results), program)
+    return Traced(results.as_pair(spec.backend.run(function, run, results)), _proof(results, verdicts), program)
+
+
+def trace_whole(call: UserCall, spec: ProgramSpec, stages: Sequence[Stage]) -> equivalence.Whole:
+    """Traces a call as the only replica, with the global batch."""
+    return equivalence.trace_whole(call, spec, lambda call, spec: trace_replica(call, spec, stages).program)
 
 
 def _check_for_replicas(jaxpr: Jaxpr, inputs: Sequence[replication.Input], call: UserCall, spec: ProgramSpec) -> None:
@@ -173,11 +184,12 @@ def _with_wrappers(results: ReplicaResults, variations: Sequence[Variation]) -> 
     return dataclasses.replace(results, wrappers=wrappers)
 
 
-def _proof(results: ReplicaResults) -> Proof:
+def _proof(results: ReplicaResults, verdicts: Sequence[tuple[str, Verdict]]) -> Proof:
     pairs = list(zip(results.names, results.wrappers, strict=True))
     return Proof(
         replicated=tuple(name for name, wrapper in pairs if wrapper is None or wrapper._is_replicated),
         per_replica=tuple(name for name, wrapper in pairs if wrapper and not wrapper._is_replicated),
+        equivalence=dict(verdicts),
     )
 
 

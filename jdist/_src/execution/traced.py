@@ -8,6 +8,7 @@ import jax
 
 from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, argument_names
+from jdist._src.jaxpr.equivalence_verdict import Verdict
 from jdist._src.values.base import is_distributed, named_values
 
 Arguments = tuple[PyTree, ...]
@@ -19,20 +20,47 @@ LowerFn = Callable[[Arguments], jax.stages.Lowered]
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The result of the replication analysis: which results of a replica function are replicated.
+    """What is proved of the results of a replica function: which are replicated, and which are those of one device.
 
     Attributes:
         replicated: The names of the results that are the same on every replica, for all inputs.
         per_replica: The names of the results that have one value per replica.
+        equivalence: For each result of a step by name, whether it is what one device computes from the whole batch. Empty for
+            one replica, for asynchronous workers, and with `equivalence="ignore"`.
     """
 
     replicated: tuple[str, ...]
     per_replica: tuple[str, ...]
+    equivalence: Mapping[str, Verdict] = dataclasses.field(default_factory=dict)
+
+    @property
+    def equivalent(self) -> tuple[str, ...]:
+        """The names of the results that are what one device computes, for all inputs of these shapes, up to rounding."""
+        return self._with_verdict("equivalent")
+
+    @property
+    def not_equivalent(self) -> tuple[str, ...]:
+        """The names of the results that are not what one device computes."""
+        return self._with_verdict("not equivalent")
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names of the results of which the analysis does not know whether one device computes them."""
+        return self._with_verdict("unknown")
+
+    def _with_verdict(self, verdict: str) -> tuple[str, ...]:
+        return tuple(name for name, one in self.equivalence.items() if one.name == verdict)
 
     def __str__(self) -> str:
         total = len(self.replicated) + len(self.per_replica)
         others = f"; one value per replica: {', '.join(self.per_replica)}" if self.per_replica else ""
-        return f"{len(self.replicated)} of {total} results are replicated{others}"
+        text = f"{len(self.replicated)} of {total} results are replicated{others}"
+        if not self.equivalence:
+            return text
+        text += f"\n{len(self.equivalent)} of {total} results are what one device computes from the whole batch"
+        for kind, names in (("not", self.not_equivalent), ("unknown", self.unknown)):
+            text += f"; {kind}: {', '.join(names)}" if names else ""
+        return text
 
 
 class Traced(NamedTuple):

@@ -30,6 +30,7 @@ from jdist._src.jaxpr.dims import NO_DIMS, Dims, result_dims, shifted
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, all_equations, fixed_point
 from jdist._src.jaxpr.marks import GRADIENT_MARK, MEAN_MARK, mark_of
 from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
+from jdist._src.jaxpr.relations import Site
 from jdist._src.jaxpr.replication import Input, warn_once
 
 
@@ -56,12 +57,12 @@ class _Value:
     Attributes:
         kind: The kind.
         dims: The dims of DATA that index examples.
-        division: The line that divided a RATIO by a count.
+        division: The equation that divided a RATIO by a count.
     """
 
     kind: _Kind
     dims: Dims = NO_DIMS
-    division: source_lines.Frame | None = None
+    division: Site | None = None
 
 
 _CONSTANT, _OTHER = _Value(_Kind.CONSTANT), _Value(_Kind.OTHER)
@@ -91,8 +92,10 @@ def warn_of_local_counts(
         values.append(_Value(_Kind.DATA, dims) if is_data else _OTHER if one.axes else _Value(_Kind.REPLICATED))
     analysis = _CountAnalysis(frozenset(axes), num_replicas)
     analysis.run(program, [_CONSTANT] * len(program.constvars), values)
-    means = [(division, mean) for division, mean in analysis.means.values() if division and mean]
-    if not means:
+    sites = [(division, mean) for division, mean in analysis.means.values() if division]
+    # The lines are read only here: most programs have many divisions, and no mean of ratios.
+    means = [(_line(division), mean.line) for division, mean in sites[:1]]
+    if not means or None in means[0]:
         return
     division, mean = means[0]
     warn_once(
@@ -119,14 +122,14 @@ class _CountAnalysis(Interpreter[_Value]):
     Equations in loops are interpreted several times. The last time is at the fixed point, so it replaces the ones before.
 
     Attributes:
-        means: By the `id` of the equation and of the calls that contain it, each mean over the replicas: the line that divided
-            its operand by a count, or None; and the line of the mean.
+        means: By the `id` of the equation and of the calls that contain it, each mean over the replicas: the equation that divided
+            its operand by a count, or None; and that of the mean.
     """
 
     def __init__(self, axes: frozenset[str], num_replicas: int):
         self._axes, self._num_replicas = axes, num_replicas
         self._calls: list[Equation] = []  # the calls that contain the current equation
-        self.means: dict[tuple[int, ...], tuple[source_lines.Frame | None, source_lines.Frame | None]] = {}
+        self.means: dict[tuple[int, ...], tuple[Site | None, Site]] = {}
 
     def constant(self, value: Any) -> _Value:
         return _CONSTANT
@@ -194,7 +197,7 @@ class _CountAnalysis(Interpreter[_Value]):
     def _record_mean(self, equation: Equation, operand: _Value, kind: _Kind) -> None:
         division = operand.division if operand.kind is kind else None
         key = (id(equation), *map(id, self._calls))
-        self.means[key] = division, source_lines.call_frame(equation, self._calls)
+        self.means[key] = division, Site(equation, tuple(self._calls))
 
     def _look_for_mean(self, equation: Equation, operands: Sequence[_Value]) -> None:
         """Records a sum of ratios that is divided by the number of replicas, as `lax.pmean` does."""
@@ -256,12 +259,12 @@ class _CountAnalysis(Interpreter[_Value]):
         return None
 
     def _ratio(self, equation: Equation) -> _Value:
-        return _Value(_Kind.RATIO, division=_line(equation, self._calls))
+        return _Value(_Kind.RATIO, division=Site(equation, tuple(self._calls)))
 
 
-def _line(equation: Equation, calls: Sequence[Equation]) -> source_lines.Frame | None:
+def _line(division: Site) -> source_lines.Frame | None:
     """Returns the user's line of a division; if only libraries traced it, the line of the current call."""
-    place = source_lines.call_frame(equation, calls)
+    place = division.line
     return place if place and source_lines.is_user_frame(place) else source_lines.caller_frame() or place
 
 

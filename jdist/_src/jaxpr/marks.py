@@ -1,7 +1,18 @@
-"""Names that jdist gives to values of a traced function (`checkpoint_name`), by which analyses of its jaxpr find them."""
+"""Names that jdist gives to values (`checkpoint_name`) and calls of a traced function, by which analyses of its jaxpr find them.
+
+A call is named where its result is known, and its equations do not tell it: a sum over the replicas by another algorithm than
+`psum`, or a mean that is rounded. XLA inlines the calls.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation
+
+T = TypeVar("T")
 
 GRADIENT_MARK = "jdist.sync.gradients"  # the input of a policy
 PSEUDO_GRADIENT_MARK = "jdist.sync.way"  # a policy's input that is the difference of parameters over local steps
@@ -17,3 +28,21 @@ CONSTANT_MARK = "jdist.captured: "  # a captured value; the name in messages fol
 def mark_of(equation: Equation) -> str:
     """Returns the name that an equation gives to its operand, or an empty string."""
     return jax_compat.name_of(equation) if equation.primitive.name == "name" else ""
+
+
+REDUCE_CALL = "jdist.reduce"  # each result is its operand, reduced over the replicas; the operation follows
+APPROXIMATE_CALL = "jdist.approximate"  # the number of means follows, which the first results are, and the policy
+GUARD_CALL = "jdist.unless"  # the first operand is a condition under which the results, the others, are zeros already
+
+
+def named_call(fn: Callable[..., T], kind: str, *details: Any) -> Callable[..., T]:
+    """Returns `fn` of arrays as a call with a name."""
+    call = lambda *args: fn(*args)
+    call.__name__ = call.__qualname__ = " ".join([kind, *map(str, details)])
+    return jax.jit(call)
+
+
+def call_name(equation: Equation) -> list[str]:
+    """Returns the words of the name that `named_call` gave to an equation, or an empty list."""
+    name = equation.params.get("name") if equation.primitive.name == "jit" else None
+    return name.split() if isinstance(name, str) and name.startswith("jdist.") else []

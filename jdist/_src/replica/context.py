@@ -224,7 +224,8 @@ def _key_of(context: _Context) -> Hashable:
     """Returns a key of the traces made in this context. Not the strategy: JAX's caches must not keep it alive."""
     if context.strategy is None or getattr(context, "gradient_constraint", None) is not None:
         return object()  # the constraint is a function of the state of one step
-    return weakref.ref(context.strategy), type(context), getattr(context, "merging", None)
+    number = getattr(context, "num_replicas_in_sync", None)  # 1 where a step is traced as the only replica
+    return weakref.ref(context.strategy), type(context), getattr(context, "merging", None), number
 
 
 def current_context() -> _Context:

@@ -16,6 +16,7 @@ from jdist._src.core.arguments import as_int
 from jdist._src.core.nn_modules import is_nnx_module
 from jdist._src.core.trace_key import keyed
 from jdist._src.core.tree import PyTree, argument_names, describe_tree, dtype_and_shape, named_leaves, one_line
+from jdist._src.jaxpr.marks import GUARD_CALL, named_call
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
 from jdist._src.replica.losses import WeightedLosses, is_loss, weighted_sums, weights_array
@@ -449,7 +450,8 @@ def _zeros_if(condition: jax.Array, grads: PyTree) -> PyTree:
     if require_replica_context("value_and_grad", "strategy.step").is_asynchronous:
         return selected(condition, grads)
     passed = lambda condition, grads: lax.cond(condition, zeros, lambda grads: grads, grads)
-    return lax.platform_dependent(condition, grads, cpu=passed, default=selected)
+    guarded = lambda condition, grads: lax.platform_dependent(condition, grads, cpu=passed, default=selected)
+    return named_call(guarded, GUARD_CALL)(condition, grads)
 
 
 def _accumulated(differentiate: Callable[..., Any], carried: PyTree, params: PyTree, parts: PyTree) -> Any:

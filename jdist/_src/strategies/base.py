@@ -27,7 +27,7 @@ from jdist._src.data.shards import AutoShard, InputContext
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.execution.argument_stages import raise_option_error
-from jdist._src.execution.backend import Backend
+from jdist._src.execution.backend import Backend, Equivalence
 from jdist._src.execution.build_programs import (
     StepOptions,
     View,
@@ -230,6 +230,7 @@ class Strategy(Uncopied):
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
         view: View = "replica",
+        equivalence: Equivalence = "warn",
     ) -> Program[_StateT, _InputsT, _OutputsT]: ...
 
     @overload
@@ -243,6 +244,7 @@ class Strategy(Uncopied):
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
         view: View = "replica",
+        equivalence: Equivalence = "warn",
     ) -> Program[_StateT, ..., _OutputsT]: ...
 
     @overload
@@ -255,6 +257,7 @@ class Strategy(Uncopied):
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
         view: View = "replica",
+        equivalence: Equivalence = "warn",
     ) -> Callable[
         [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Program[_StateT, _InputsT, _OutputsT]
     ]: ...
@@ -269,6 +272,7 @@ class Strategy(Uncopied):
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
         view: View = "replica",
+        equivalence: Equivalence = "warn",
     ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
     @explains_arguments("step", "strategy.step")
@@ -282,6 +286,7 @@ class Strategy(Uncopied):
         compiler_options: Mapping[str, Any] | None = None,
         static_argnames: str | Sequence[str] = (),
         view: View = "replica",
+        equivalence: Equivalence = "warn",
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -305,6 +310,9 @@ class Strategy(Uncopied):
             view: `"global"` for a step of the global batch that is written for `jax.jit`, without `jdist.all_reduce`. Only a
                 strategy with one replica can run it, such as `ShardedStrategy`. The batch is the same value as otherwise
                 (`strategy.split`, `distribute_dataset`); every result is a plain array, and none has to be proved.
+            equivalence: What to do if the analysis finds a leaf of the new state that is not what one device computes from the
+                whole batch: `"warn"` (`NotEquivalentWarning`), `"error"` (`NotEquivalentError`), or `"ignore"`, with which the
+                step is not analyzed.
 
         Returns:
             The step for all replicas, a `jdist.Program`, called like `fn`: inputs by position or by name. Its `proof` reports
@@ -314,8 +322,9 @@ class Strategy(Uncopied):
             TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, the arguments do not fit the
                 parameters of `fn`, or `fn` did not return a pair, or changed a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
-            ValueError: `steps_per_call` is less than 1; `static_argnames` are not the last parameters; or `view` is unknown, or
-                is `"global"` and there are several replicas. When called: the state was donated before, or is placed on other
+            NotEquivalentError: When called, with `equivalence="error"`: a leaf is not what one device computes.
+            ValueError: `steps_per_call` is less than 1; `static_argnames` are not the last parameters; or `view` or `equivalence` is unknown,
+                or `view` is `"global"` and there are several replicas. When called: the state was donated before, or is placed on other
                 devices; or an input is not a list of `steps_per_call` values of the same shapes.
 
         Example:
@@ -332,7 +341,7 @@ class Strategy(Uncopied):
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
-        options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view)
+        options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view, equivalence)
         if fn is ...:
             return functools.partial(self.step, **vars(options))
         if isinstance(fn, Step):

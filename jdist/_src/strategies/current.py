@@ -11,6 +11,7 @@ import jax
 from jdist._src.core.arguments import check_callable
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree
+from jdist._src.execution.backend import Equivalence
 from jdist._src.execution.build_programs import StepOptions, View
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
 from jdist._src.replica.precision import Precision
@@ -119,6 +120,7 @@ def step(
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
     view: View = "replica",
+    equivalence: Equivalence = "warn",
     static_argnames: str | Sequence[str] = (),
 ) -> Step[_StateT, _InputsT, _OutputsT]: ...
 @overload
@@ -130,6 +132,7 @@ def step(
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
     view: View = "replica",
+    equivalence: Equivalence = "warn",
     static_argnames: str | Sequence[str] = (),
 ) -> Step[_StateT, ..., _OutputsT]: ...
 @overload
@@ -140,6 +143,7 @@ def step(
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
     view: View = "replica",
+    equivalence: Equivalence = "warn",
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[
     [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Step[_StateT, _InputsT, _OutputsT]
@@ -152,6 +156,7 @@ def step(
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
     view: View = "replica",
+    equivalence: Equivalence = "warn",
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Step[_StateT, ..., _OutputsT]]: ...
 @explains_arguments("step", "jdist.step")
@@ -163,6 +168,7 @@ def step(
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
     view: View = "replica",
+    equivalence: Equivalence = "warn",
     static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Returns a training step that is compiled for the current strategy when it is called.
@@ -180,6 +186,7 @@ def step(
         compiler_options: See `jdist.Strategy.step`.
         static_argnames: See `jdist.Strategy.step`.
         view: See `jdist.Strategy.step`.
+        equivalence: See `jdist.Strategy.step`.
 
     Returns:
         A `jdist.Step`. `step.on(strategy)` is its program for a strategy, and `step.__wrapped__` is `fn`, which outside any
@@ -206,7 +213,7 @@ def step(
         >>> print(descend.proof)
         2 of 2 results are replicated
     """
-    options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view)
+    options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view, equivalence)
     if fn is ...:
         return functools.partial(step, **vars(options))
     check_callable(fn)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist._src.core.tree import PyTree
+from jdist._src.jaxpr.marks import APPROXIMATE_CALL, named_call
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.leaf_annotations import mark_local
 from jdist._src.sync.policy import (
@@ -85,7 +86,10 @@ def with_feedback(
         context = policy_context(name)
         compressed, others = partition_leaves(mark_gradients(grads), is_compressed)
         leaves, treedef = jax.tree.flatten(add_residual(context, compressed, state.residual))
-        result = send(context, leaves, state.codec)
+        reduce = lambda leaves, codec: tuple(send(context, leaves, codec))
+        result = CompressedMean(
+            *named_call(reduce, APPROXIMATE_CALL, len(leaves), f"jdist.sync.{name}")(leaves, state.codec)
+        )
         other_params = partition_leaves(params, is_compressed)[1]
         others, policy_state = fallback.update(others, state.policy_state, other_params, **extra_args)
         means = jax.tree.map(lambda g, m: m.astype(g.dtype), compressed, treedef.unflatten(result.mean))

@@ -1,0 +1,198 @@
+"""The equivalence of a step: whether its results on N replicas are those of one device with the whole batch.
+
+The step is traced once more, as the only replica, with the global batch. `jaxpr.equivalence` compares both traces.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jdist._src.core import source_lines
+from jdist._src.core.errors import NotEquivalentError, NotEquivalentWarning
+from jdist._src.core.tree import PyTree, one_line
+from jdist._src.devices.mesh import Replicas
+from jdist._src.execution.backend import ProgramSpec, ReplicaResults
+from jdist._src.execution.traced import UserCall
+from jdist._src.jaxpr.equivalence import relate
+from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict, verdict_of
+from jdist._src.jaxpr.replication import warn_once
+from jdist._src.jaxpr.relations import REPLICATED, AnyRelation, Lost, Relation, Split
+from jdist._src.values.aggregation import VariableAggregation
+from jdist._src.values.base import is_distributed
+from jdist._src.values.per_replica import PerReplica
+from jdist._src.values.sharded import Sharded
+from jdist._src.values.sync_on_read import SyncOnRead
+
+
+class Whole(NamedTuple):
+    """The trace of a step as the only replica.
+
+    Attributes:
+        program: The closed jaxpr, or None if the step cannot be traced so.
+        reason: Why not.
+    """
+
+    program: Any
+    reason: str = ""
+
+
+def compares(spec: ProgramSpec) -> bool:
+    """Whether a program is compared with one replica: a step of several replicas that run together."""
+    is_synchronous = spec.context.num_replicas_in_sync > 1 and not spec.context.is_asynchronous
+    return spec.has_state and is_synchronous and not spec.is_global
+
+
+def trace_whole(call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, ProgramSpec], Any]) -> Whole:
+    """Traces a call as the only replica, with the global batch.
+
+    Args:
+        call: The call of the user's function.
+        spec: The program.
+        trace: Traces a call for one replica, and returns the closed jaxpr.
+    """
+    number = spec.context.num_replicas_in_sync
+    backend = copy.copy(spec.backend)
+    backend.replicas = _only_replica(spec.backend.replicas)
+    context = dataclasses.replace(spec.context, num_replicas_in_sync=1)
+    whole = dataclasses.replace(spec, backend=backend, context=context)
+
+    def trace_shapes(args: PyTree, kwargs: PyTree) -> PyTree:
+        programs.append(trace(call.with_arguments(args, kwargs), whole))
+        return 0
+
+    programs: list[Any] = []
+    shapes = jax.tree.map(
+        lambda item: _whole_shapes(item, number), (tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed
+    )
+    try:
+        jax.eval_shape(trace_shapes, *shapes)
+    except Exception as error:  # the user's function, which may have a fixed size of a batch
+        return Whole(None, f"it cannot be traced with the whole batch: {type(error).__name__}: {one_line(str(error))}")
+    return Whole(programs[0])
+
+
+def _only_replica(replicas: Replicas) -> Replicas:
+    """Returns one replica, along axes of the same names."""
+    mesh = replicas.mesh
+    sizes = [1 if axis in replicas.mesh_axes else size for axis, size in mesh.shape.items()]
+    abstract = AbstractMesh(tuple(sizes), mesh.axis_names, axis_types=mesh.axis_types)
+    return dataclasses.replace(replicas, mesh=abstract, size=1)
+
+
+def _whole_shapes(item: Any, number: int) -> Any:
+    """Returns the shapes of an argument for one device: a batch `[replica, batch, ...]` becomes `[1, replica * batch, ...]`."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        aval = jax.typeof(leaf)
+        dims = aval.shape
+        if isinstance(item, PerReplica):
+            dims = (1, number * dims[1], *dims[2:]) if len(dims) > 1 else (1,)
+        elif isinstance(item, SyncOnRead):
+            dims = (1, *dims[1:])
+        return jax.ShapeDtypeStruct(dims, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    return jax.tree.map(shape, item)
+
+
+def relations_of_inputs(items: Sequence[Any], axes: tuple[str, ...], number: int) -> list[AnyRelation]:
+    """Returns the relation of the block of each leaf of the arguments."""
+    return [_relation(item, leaf, axes, number) for item in items for leaf in jax.tree.leaves(item)]
+
+
+def _relation(item: Any, leaf: Any, axes: tuple[str, ...], number: int) -> AnyRelation:
+    if not is_distributed(item) or item._is_replicated:
+        return REPLICATED
+    if isinstance(item, Sharded):
+        return Relation(splits=(Split(axes, 0),))
+    if isinstance(item, SyncOnRead):
+        if item.trainable:
+            return Lost("design")
+        if item.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            factor = 1.0 if item.aggregation is VariableAggregation.SUM else 1 / number
+            return Relation(factor, partial=frozenset(axes))
+        return Lost("input")
+    is_batch = isinstance(item, PerReplica) and item.spec is None and len(jax.typeof(leaf).shape) > 1
+    return Relation(splits=(Split(axes, 1),)) if is_batch else Lost("input")
+
+
+def verdicts(
+    local: Any, whole: Whole, items: Sequence[Any], results: ReplicaResults, spec: ProgramSpec
+) -> list[tuple[str, Verdict]]:
+    """Returns the name of each result and the verdict on it: that of its first leaf that is not equivalent.
+
+    Args:
+        local: The closed jaxpr of one replica of several.
+        whole: The trace as the only replica.
+        items: The arguments.
+        results: The results, with their wrappers.
+        spec: The program.
+    """
+    if whole.program is None:
+        return [(name, Verdict("unknown", whole.reason)) for name in results.names]
+    names = spec.context.axes
+    sizes = {axis: size for axis, size in spec.backend.replicas.axis_sizes if axis in names and size > 1}
+    inputs = relations_of_inputs(items, tuple(sizes), spec.context.num_replicas_in_sync)
+    try:
+        relations = iter(relate(local, whole.program, inputs, sizes))
+        found = []
+        rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
+        for name, item, wrapper, tree in rows:
+            is_replicated = wrapper is None or wrapper._is_replicated
+            kind = _kind(item, wrapper)
+            leaves = [verdict_of(next(relations), kind, sizes, is_replicated) for _ in jax.tree.leaves(tree)]
+            found.append((name, max(leaves, key=lambda one: _RANK[one.name], default=Verdict("equivalent"))))
+        return found
+    except Exception as error:  # an equation in a form that the rules do not know must not stop a step
+        reason = f"the analysis failed: {type(error).__name__}: {one_line(str(error))}"
+        return [(name, Verdict("unknown", reason)) for name in results.names]
+
+
+_RANK = {"equivalent": 0, "unknown": 1, "not equivalent": 2}
+
+
+def _kind(item: Any, wrapper: Any) -> Kind:
+    if wrapper is None or wrapper._is_replicated:
+        return "replicated"
+    if wrapper is Sharded:
+        return "split"
+    if isinstance(item, SyncOnRead):
+        return {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}.get(item.aggregation, "per replica")  # type: ignore[return-value]
+    return "per replica"
+
+
+def report(found: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> None:
+    """Warns of the first leaf of the state that is not equivalent, or raises, as the step says.
+
+    Raises:
+        NotEquivalentError: `equivalence="error"`, and a leaf of the state is not equivalent, or nothing is known of it.
+
+    Warns:
+        NotEquivalentWarning: `equivalence="warn"`, and a leaf of the state is not equivalent, other than by design.
+    """
+    wrong = [(name, verdict) for name, verdict in found[:num_state] if verdict.name == "not equivalent"]
+    if spec.equivalence == "error" and wrong:
+        raise NotEquivalentError(_message(wrong, num_state, spec))
+    unintended = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
+    if unintended:
+        place = next((verdict.place for _, verdict in unintended if verdict.place), None)
+        place = place or source_lines.caller_frame() or source_lines.Frame("<unknown>", 0, spec.name)
+        warn_once(_message(unintended, num_state, spec), NotEquivalentWarning, place)
+
+
+def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> str:
+    (name, verdict), *others = wrong
+    more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
+    also = f" (nor are {len(others)} more of {num_state}: {more})" if others else ""
+    number = spec.context.num_replicas_in_sync
+    chain = "\n    -> ".join(verdict.lines)
+    because = f"\n  Because of\n    {chain}" if chain else ""
+    fix = f"\n  {verdict.fix}" if verdict.fix else ""
+    return (
+        f"{name} of `{spec.name}` on {number} replicas is not what one device computes from the whole batch{also}: "
+        f"{verdict.reason}.{because}{fix}\n"
+        '  If this is intended: `strategy.step(fn, equivalence="ignore")`.'
+    )

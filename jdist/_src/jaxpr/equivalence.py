@@ -1,0 +1,325 @@
+"""The equivalence analysis: does a function on N replicas compute what the same function computes on one device?
+
+The function is traced twice: as one replica of N, with its part of the batch, and as the only replica, with the whole batch, where
+collectives return their operands. Both jaxprs have the same equations; shapes, and numbers that were computed from shapes, differ.
+An abstract interpretation (`interpreter`) follows both at once, and computes for each value its `Relation`: how the value of the
+one device is computed from the values of the replicas.
+
+* A reduction over the examples of a value that is split over them is a partial sum. Linear equations keep partial sums, `psum`
+  ends them, and other equations lose them.
+* A number that differs between the jaxprs, such as the 1/4 and 1/16 of two means, is a factor. So "4 times too large" is exact.
+* Gradients need no rules of their own: they are equations.
+
+A value that is called equal is equal for all inputs of these shapes, up to rounding and up to the order of the examples in the
+batch: where each replica divides its examples into micro-batches, a micro-batch of the one device is made of those of all replicas.
+
+Source:
+    The placements "replicate", "shard" and "partial" are those of Y. Xu et al., "GSPMD", arXiv:2105.04663, and of DTensor. Here they
+    are a relation between two programs, computed by abstract interpretation (P. Cousot and R. Cousot, POPL 1977).
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import core
+
+from jdist._src.core import jax_compat
+from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
+from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
+from jdist._src.jaxpr.marks import call_name
+from jdist._src.jaxpr.relation_rules import RULES, Step
+from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split, same_relation
+
+
+def relate(local: Any, whole: Any, inputs: Sequence[AnyRelation], axis_sizes: Mapping[str, int]) -> list[AnyRelation]:
+    """Returns the relation of each output of a function on the replicas to its output on one device.
+
+    Args:
+        local: The closed jaxpr of one replica of several.
+        whole: The closed jaxpr of the same function as the only replica, with the whole batch.
+        inputs: The relation of each input.
+        axis_sizes: The mesh axes of the replicas, from the outermost, and their sizes.
+    """
+    return _Analysis(dict(axis_sizes), inputs).relate(local, whole, inputs)
+
+
+class _Const:
+    """A constant of a closed jaxpr, which has its relation only together with that of the other jaxpr."""
+
+
+_CONST: Any = _Const()
+
+
+class _Analysis(Interpreter[AnyRelation]):
+    """Computes the relation of each value. The equations of the jaxpr of one device are found by their position."""
+
+    def __init__(self, axis_sizes: dict[str, int], inputs: Sequence[AnyRelation]):
+        self.axis_sizes = axis_sizes
+        groups = {split.axes for value in inputs if isinstance(value, Relation) for split in value.splits}
+        self.groups = sorted(groups or {tuple(axis_sizes)})
+        self._calls: list[Equation] = []
+        self._whole_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
+        self._pairs: dict[int, Equation] = {}  # of the current jaxpr, by the `id` of an equation
+        self._mismatch: Cause | None = None
+        self._consts: dict[int, Sequence[Any]] = {}
+        self.conditions: list[AnyRelation] = []
+
+    def relate(self, local: Any, whole: Any, inputs: Sequence[AnyRelation]) -> list[AnyRelation]:
+        jaxpr = jax_compat.open_jaxpr(local)
+        self._enter(local, whole)
+        return self.run(jaxpr, [_CONST] * len(jaxpr.constvars), inputs)
+
+    def constant(self, value: Any) -> AnyRelation:
+        return _CONST
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[AnyRelation], arguments: Sequence[AnyRelation]) -> list[AnyRelation]:
+        whole_program = self._whole_programs.get(id(jaxpr))
+        whole = jax_compat.open_jaxpr(whole_program) if whole_program is not None else None
+        if whole is None or len(whole.invars) != len(jaxpr.invars) or len(whole.constvars) != len(jaxpr.constvars):
+            return [self.lost("other program")] * len(jaxpr.outvars)
+        whole_consts = getattr(whole_program, "consts", ())
+        own_consts = self._consts.get(id(jaxpr), ())
+        if len(own_consts) == len(whole_consts) == len(consts):
+            consts = [self._constant(a, b) for a, b in zip(own_consts, whole_consts, strict=True)]
+        elif consts:
+            consts = [self.lost("other program")] * len(consts)
+        names = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*whole.constvars, *whole.invars], strict=True))
+        outer = self._pairs, self._mismatch
+        self._pairs, self._mismatch = {}, None
+        for one, other in zip(jaxpr.eqns, whole.eqns, strict=False):
+            if not _same_form(one, other, names):
+                self._mismatch = Cause(Site(one, tuple(self._calls)))
+                break
+            self._pairs[id(one)] = other
+            names.update(zip(one.outvars, other.outvars, strict=True))
+        try:
+            results = super().run(jaxpr, consts, arguments)
+            pairs = zip(results, jaxpr.outvars, whole.outvars, strict=True)
+            return [self._output(result, one, other, names) for result, one, other in pairs]
+        finally:
+            self._pairs, self._mismatch = outer
+
+    def _output(self, result: AnyRelation, one: Any, other: Any, names: Mapping[Any, Any]) -> AnyRelation:
+        if isinstance(one, Literal):
+            return self._literal(one, other)
+        return result if result.is_lost or names.get(one) is other else self.lost("other program")
+
+    def evaluate(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
+        whole = self._pairs.get(id(equation))
+        if whole is None:
+            lost = Lost("other program", self._mismatch)
+            return [next((value for value in operands if value.is_lost), lost)] * len(equation.outvars)
+        operands = [
+            self._literal(one, other) if isinstance(one, Literal) else value
+            for one, other, value in zip(equation.invars, whole.invars, operands, strict=True)
+        ]
+        for own, other in zip(jax_compat.programs(equation), jax_compat.programs(whole), strict=True):
+            self._enter(own, other)
+        name = call_name(equation)
+        if name and call_name(whole) == name:
+            step = Step(self, equation, whole, operands)
+            return [step.checked(result, number) for number, result in enumerate(step.named_call(*name))]
+        return super().evaluate(jaxpr, equation, operands)
+
+    def _enter(self, local: Any, whole: Any) -> None:
+        key = id(jax_compat.open_jaxpr(local))
+        self._whole_programs[key] = whole
+        self._consts[key] = getattr(local, "consts", ())
+
+    def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
+        step = Step(self, equation, self._pairs[id(equation)], operands)
+        lost = step.lost_operand()
+        name = equation.primitive.name
+        if lost is not None and name not in ("mul", "select_n"):
+            return [lost] * len(equation.outvars)
+        results = RULES.get(name, Step.other)(step)
+        return [step.checked(result, number) for number, result in enumerate(results)]
+
+    def call(self, equation: Equation, body: Function[AnyRelation], operands: list[AnyRelation]) -> list[AnyRelation]:
+        self._calls.append(equation)
+        try:
+            return body(operands)
+        finally:
+            self._calls.pop()
+
+    def switch(
+        self,
+        equation: Equation,
+        index: AnyRelation,
+        branches: Sequence[Function[AnyRelation]],
+        operands: Sequence[AnyRelation],
+    ) -> list[AnyRelation]:
+        step = Step(self, equation, self._pairs[id(equation)], [index, *operands])
+        predicate = step.predicate(index)
+        if predicate.is_lost:
+            return [predicate] * len(equation.outvars)
+        with self._inside(equation):
+            results = [branch(operands) for branch in branches]
+        return [step.checked(step.joined(values), i) for i, values in enumerate(zip(*results, strict=True))]
+
+    def while_loop(
+        self,
+        equation: Equation,
+        test: Callable[[Sequence[AnyRelation]], AnyRelation],
+        body: Function[AnyRelation],
+        carry: Sequence[AnyRelation],
+    ) -> list[AnyRelation]:
+        step = Step(self, equation, self._pairs[id(equation)], list(carry))
+
+        def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
+            with self._inside(equation):
+                predicate = step.predicate(test(carry))
+                if predicate.is_lost:
+                    return [predicate] * len(carry)
+                return body(carry)
+
+        return fixed_point(iterate, carry, lambda old, new: step.joined([old, new]), same_relation)
+
+    def scan(
+        self,
+        equation: Equation,
+        body: ScanFunction[AnyRelation],
+        carry: Sequence[AnyRelation],
+        xs: Sequence[AnyRelation],
+    ) -> list[AnyRelation]:
+        whole = self._pairs[id(equation)]
+        step = Step(self, equation, whole, [*carry, *xs])
+        parts, whole_parts = jax_compat.scan_parts(equation), jax_compat.scan_parts(whole)
+        scans_examples = parts.options["length"] != whole_parts.options["length"]
+        if parts.options["reverse"] != whole_parts.options["reverse"]:
+            return [step.lost("no rule")] * len(equation.outvars)
+        slices = [step.without_first_dim(x, scans_examples) for x in xs]
+        ys: list[AnyRelation] = []
+        if scans_examples:
+            if not _only_adds(jax_compat.open_jaxpr(parts.body), parts):
+                return [step.lost("no rule")] * len(equation.outvars)
+            with self._inside(equation):
+                added, ys = body([ZERO] * len(carry), slices)
+            last = [step.accumulated(start, value) for start, value in zip(carry, added, strict=True)]
+            results = [*last, *(step.with_first_dim(y, True) for y in ys)]
+            return [step.checked(result, number) for number, result in enumerate(results)]
+
+        def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
+            with self._inside(equation):
+                new_carry, ys[:] = body(carry, slices)
+            return new_carry
+
+        last = fixed_point(iterate, carry, lambda old, new: step.joined([old, new]), same_relation)
+        results = [*last, *(step.with_first_dim(y, scans_examples) for y in ys)]
+        return [step.checked(result, number) for number, result in enumerate(results)]
+
+    def lost(self, reason: str) -> Lost:
+        return Lost(reason, self._mismatch)
+
+    def site(self, equation: Equation) -> Site:
+        return Site(equation, tuple(self._calls))
+
+    @contextlib.contextmanager
+    def _inside(self, equation: Equation) -> Iterator[None]:
+        self._calls.append(equation)
+        try:
+            yield
+        finally:
+            self._calls.pop()
+
+    def _literal(self, one: Any, other: Any) -> AnyRelation:
+        if not isinstance(other, Literal):
+            return self.lost("other program")
+        return self._constant(one.val, other.val)
+
+    def _constant(self, one: Any, other: Any) -> AnyRelation:
+        """Returns the relation of two constants."""
+        if one is other:
+            return self._same_constant(one)
+        if isinstance(one, core.Tracer) or isinstance(other, core.Tracer) or not _is_numeric(one, other):
+            return self.lost("other program")
+        first, second = np.asarray(one), np.asarray(other)
+        if first.dtype != second.dtype or first.ndim != second.ndim:
+            return self.lost("other program")
+        if first.shape != second.shape:
+            return self._split_constant(first, second)
+        if np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"):
+            return self._same_constant(first)
+        if first.dtype.kind == "b":
+            return Lost("constant")
+        a, b = first.astype(np.float64), second.astype(np.float64)
+        with np.errstate(all="ignore"):
+            ratios = (b / a).ravel()
+        if not np.all(np.isfinite(ratios)) or not np.all(ratios > 0) or not np.allclose(ratios, ratios[0], rtol=1e-6):
+            return Lost("constant")
+        return Relation(factor=self._exact(float(ratios[0]), first.dtype), is_nonnegative=bool(np.all(a >= 0)))
+
+    def _same_constant(self, value: Any) -> AnyRelation:
+        if isinstance(value, core.Tracer) or np.ndim(value) or not _is_numeric(value):
+            return REPLICATED
+        number = np.asarray(value)
+        if number == 0:
+            return ZERO
+        return Relation(is_nonnegative=number.dtype.kind != "c" and bool(number > 0))
+
+    def _split_constant(self, first: np.ndarray, second: np.ndarray) -> AnyRelation:
+        """Returns the relation of constants of different shapes, such as weights of 1 for each example."""
+        dims = [dim for dim in range(first.ndim) if first.shape[dim] != second.shape[dim]]
+        for axes in self.groups:
+            number = self.group_size(axes)
+            if len(dims) == 1 and second.shape[dims[0]] == number * first.shape[dims[0]]:
+                if np.array_equal(np.concatenate([first] * number, dims[0]), second):
+                    return Relation(splits=(Split(axes, dims[0]),))
+        return self.lost("other program")
+
+    def _exact(self, ratio: float, dtype: np.dtype) -> float:
+        """Returns the power of the number of replicas that a ratio of two rounded numbers is, or the ratio."""
+        number = math.prod(self.axis_sizes.values())
+        tolerance = 1e-6 if dtype.itemsize >= 4 or dtype.kind in "iu" else 2e-2 if "bfloat" in dtype.name else 2e-3
+        for base in {number, *self.axis_sizes.values()}:
+            for power in (-3, -2, -1, -0.5, 0.5, 1, 2, 3):
+                if math.isclose(ratio, base**power, rel_tol=tolerance):
+                    return float(base**power)
+        return ratio
+
+    def group_size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.axis_sizes[axis] for axis in axes)
+
+
+def _only_adds(body: Jaxpr, parts: jax_compat.ScanParts) -> bool:
+    """Whether each iteration of a `scan` only adds a value to each element of its carry."""
+    carried = body.invars[parts.num_consts : parts.num_consts + parts.num_carry]
+    uses = [atom for equation in body.eqns for atom in equation.invars]
+    makers = {var: equation for equation in body.eqns for var in equation.outvars}
+    for before, after in zip(carried, body.outvars, strict=False):
+        count = sum(atom is before for atom in uses) + sum(atom is before for atom in body.outvars)
+        maker = None if isinstance(after, Literal) else makers.get(after)
+        is_added = maker is not None and maker.primitive.name == "add" and any(atom is before for atom in maker.invars)
+        is_read_elsewhere = any(atom is after for atom in uses) or sum(atom is after for atom in body.outvars) > 1
+        if count != 1 or not is_added or is_read_elsewhere:
+            return False
+    return True
+
+
+def _is_numeric(*values: Any) -> bool:
+    return all(
+        getattr(np.result_type(value) if np.isscalar(value) else value, "dtype", np.dtype(float)).kind in "biufcV"
+        for value in values
+    )
+
+
+def _same_form(one: Equation, other: Equation, names: Mapping[Any, Any]) -> bool:
+    """Whether two equations have the same primitive and corresponding operands."""
+    if (
+        one.primitive is not other.primitive
+        or len(one.invars) != len(other.invars)
+        or len(one.outvars) != len(other.outvars)
+        or len(jax_compat.programs(one)) != len(jax_compat.programs(other))
+    ):
+        return False
+    for a, b in zip(one.invars, other.invars, strict=True):
+        if isinstance(a, Literal):
+            if not isinstance(b, Literal):
+                return False
+        elif names.get(a) is not b:
+            return False
+    return True

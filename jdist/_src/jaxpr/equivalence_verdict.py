@@ -1,0 +1,235 @@
+"""The verdict of the equivalence analysis on one result, with its reason in terms of the user's code."""
+
+import dataclasses
+import fractions
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from jdist._src.core import source_lines
+from jdist._src.jaxpr.collective_lines import collective_name
+from jdist._src.jaxpr.marks import REDUCE_CALL, call_name
+from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
+from jdist._src.jaxpr.relations import AnyRelation, Cause, Lost, Relation, Site, is_close
+
+VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
+Kind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a result on N replicas is the result on one device with the whole batch.
+
+    Attributes:
+        name: `"equivalent"`, `"not equivalent"` or `"unknown"`.
+        reason: In words; for an equivalent result, in which sense it is, if not plainly.
+        factor: How many times too large a result is that is not equivalent, if this is known; else None.
+        fix: What to write, or an empty string.
+        by_design: Whether a policy means the results to differ, as local SGD does.
+    """
+
+    name: VerdictName
+    reason: str = ""
+    factor: float | None = None
+    fix: str = ""
+    by_design: bool = False
+    _cause: Cause | None = dataclasses.field(default=None, repr=False, compare=False)
+    _begin: Site | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @functools.cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The chain of operations with their lines, from where the difference begins."""
+        return _lines(self._cause)
+
+    @functools.cached_property
+    def place(self) -> source_lines.Frame | None:
+        """The user's line to change, or None."""
+        return self._begin.line if self._begin else None
+
+    def __str__(self) -> str:
+        where = f" at {self.place}" if self.name != "equivalent" and self.place else ""
+        return f"{self.name} ({self.reason}{where})" if self.reason else self.name
+
+
+EQUIVALENT = Verdict("equivalent")
+
+
+def verdict_of(relation: AnyRelation, kind: Kind, axis_sizes: Mapping[str, int], is_replicated: bool) -> Verdict:
+    """Returns the verdict on a result with this relation.
+
+    Args:
+        relation: The relation of the values of the replicas to that of one device.
+        kind: How the result is read: as one value of all replicas, as the parts of one value, as partial values whose sum or mean
+            is read, or as one value per replica.
+        axis_sizes: The mesh axes of the replicas and their sizes.
+        is_replicated: Whether the result is proved to be the same on all replicas.
+    """
+    if isinstance(relation, Lost):
+        return _of_lost(relation)
+    number = math.prod(axis_sizes.values())
+    if relation.is_zero:
+        return EQUIVALENT
+    if relation.is_special or relation.is_index or relation.stack:
+        return Verdict("unknown", "it depends on the index of the replica")
+    value = relation
+    if is_replicated and (value.partial or value.extreme):
+        repeated = math.prod(axis_sizes[axis] for axis in value.partial)
+        value = dataclasses.replace(value, factor=value.factor * repeated, partial=frozenset(), extreme=None)
+    if value.extreme:
+        return Verdict("unknown", f"each replica has the {value.extreme[0]} of its examples")
+    split_axes = frozenset(axis for split in value.splits for axis in split.axes)
+    is_split = split_axes == frozenset(axis_sizes) and len(value.splits) == 1
+    if kind == "split" or kind == "per replica" and value.splits:
+        is_whole = is_split and value.splits[0].dim == 0 and value.splits[0].outer == 1
+        return (
+            _of_factor(value, value.factor, "")
+            if is_whole
+            else Verdict("unknown", "its parts are not in the order of the batch")
+        )
+    if value.splits:
+        return Verdict("unknown", "each replica has a part of it")
+    over_all = value.factor * math.prod(axis_sizes[axis] for axis in frozenset(axis_sizes) - value.partial) ** -1.0
+    if kind == "sum":
+        return _of_factor(value, over_all, "the sum over the replicas is that of one device")
+    if kind == "mean":
+        return _of_factor(value, over_all * number, "the mean over the replicas is that of one device")
+    if value.partial:
+        if is_close(over_all, 1) or is_close(over_all * number, 1):
+            sense = "sum" if is_close(over_all, 1) else "mean"
+            return _of_factor(value, 1.0, f"the {sense} over the replicas is that of one device")
+        return Verdict("unknown", "each replica has a part of the sum")
+    return _of_factor(value, value.factor, "")
+
+
+def _of_factor(value: Relation, factor: float, sense: str) -> Verdict:
+    if is_close(factor, 1):
+        if value.in_distribution:
+            return Verdict("equivalent", "in distribution: each replica draws its own random numbers")
+        if value.approximate:
+            return Verdict("equivalent", f"up to the rounding of {value.approximate}")
+        return Verdict("equivalent", sense)
+    times = 1 / factor
+    begin = value.origin.site if value.origin else None
+    if value.in_doubt:
+        reason = f"it is {_times(times)}, unless a constant is the number of replicas"
+        return Verdict("unknown", reason, _cause=value.origin, _begin=begin)
+    fix = _fix_of_factor(times)
+    return Verdict("not equivalent", f"it is {_times(times)}", times, fix, _cause=value.origin, _begin=begin)
+
+
+def _fix_of_factor(times: float) -> str:
+    if times > 1:
+        return (
+            'Average instead of adding: `jdist.all_reduce("mean", x)`, or `jax.lax.pmean`. If the loss is divided by the size of '
+            "the global batch already, reduce once, by a sum."
+        )
+    return (
+        'Add instead of averaging, `jdist.all_reduce("sum", x)`, if the loss is divided by the size of the global batch already; '
+        "otherwise divide once."
+    )
+
+
+def _times(times: float) -> str:
+    if times < 0:
+        return "of the other sign"
+    ratio = fractions.Fraction(times if times > 1 else 1 / times).limit_denominator(1000)
+    text = f"{ratio.numerator}" if ratio.denominator == 1 else f"{float(ratio):.4g}"
+    return f"{text} times too {'large' if times > 1 else 'small'}"
+
+
+def _of_lost(lost: Lost) -> Verdict:
+    if lost.is_unknown:
+        return Verdict("unknown", _UNKNOWN_REASONS[lost.reason], _cause=lost.cause, _begin=lost.begin)
+    reason, fix = _REASONS[lost.reason]
+    if lost.factor is not None:
+        reason, fix = reason.format(times=_times(lost.factor)), _fix_of_factor(lost.factor)
+    is_design = lost.reason == "design"
+    return Verdict("not equivalent", reason, None, fix, is_design, _cause=lost.cause, _begin=lost.begin)
+
+
+def _lines(cause: Cause | None) -> tuple[str, ...]:
+    """Returns the chain of causes, with one line per place in the user's code."""
+    if cause is None:
+        return ()
+    places = [(place, site) for site in cause.chain() if site.name != "name" and (place := site.line)]
+    lines = []
+    for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
+        names = list(dict.fromkeys(_name(site) for _, site in group))
+        steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
+        lines.append(f"{steps} at {place} in {place.function}")
+    if len(lines) > 6:
+        lines[3:-2] = [f"... {len(lines) - 5} more places ..."]
+    return tuple(lines)
+
+
+def _name(site: Site) -> str:
+    if call_name(site.equation)[:1] == [REDUCE_CALL]:
+        return "all_reduce"
+    return collective_name(site.equation) if site.name in REPLICATING_COLLECTIVES else site.name
+
+
+_MEAN_FIRST = 'Reduce the sums over the replicas first, `jdist.all_reduce("mean", x)`, and compute with the result.'
+_REASONS = {
+    "partial": ("a function that is not linear is applied to the sum over the examples of one replica", _MEAN_FIRST),
+    "statistic": (
+        "the examples of a replica are combined with a statistic of these examples only",
+        'Use the statistic of the global batch: `jdist.all_reduce("mean", x.mean(0))`; for batch normalization, '
+        "`BatchNorm(axis_name=...)`.",
+    ),
+    "mixed": (
+        "a sum over the examples of one replica and a value of another scale are added",
+        "Average over the replicas what each replica averages over its examples; a term that every replica computes in full, such as "
+        "weight decay, counts once per replica in a sum (`jdist.scale_regularization_loss`).",
+    ),
+    "factor": ("it is computed from a value that is {times}", ""),
+    "extreme of sums": (
+        "the greatest or least of the replicas' sums is not their sum",
+        'Use `jdist.all_reduce("mean", x)` for values that each replica has averaged over its examples.',
+    ),
+    "extreme sum": (
+        "the greatest or least values of the replicas are added",
+        'Use `jdist.all_reduce("max", x)` or `"min"` for values that each replica has computed so.',
+    ),
+    "index": (
+        "it depends on the index of the replica",
+        "Reduce the values of all replicas; use the index only for random keys (`jdist.replica_key`) and for the positions of "
+        "examples.",
+    ),
+    "predicate": (
+        "a branch, a loop or a choice depends on the examples of one replica",
+        'Make the predicate one of all replicas: `jdist.all_reduce("max", predicate.astype(int))`.',
+    ),
+    "examples": (
+        "an operation over the examples of the batch sees those of one replica only",
+        "Gather the examples first, `jdist.all_gather(x)`, or combine the results of the replicas.",
+    ),
+    "pairs": (
+        "pairs of examples are formed within each replica only",
+        "Gather the other side of the pairs: `x @ jdist.all_gather(x).T`.",
+    ),
+    "shared": (
+        "each replica draws the same random numbers for its examples",
+        "Draw from `jdist.replica_key(key)`, or per example from `jdist.example_key(key, index)`.",
+    ),
+    "noise": (
+        "each replica draws other random numbers, and they are not per example",
+        "Draw from the key that all replicas share.",
+    ),
+    "exchange": ("values are exchanged between replicas in an order that one device does not have", ""),
+    "constant": ("a constant differs between a part of the batch and the whole batch", ""),
+    "design": (
+        "by design of the policy: the parameters of the replicas differ between the steps that synchronize them",
+        "",
+    ),
+}
+_UNKNOWN_REASONS = {
+    "no rule": "there is no rule for an operation",
+    "other program": "with the whole batch the function is another program",
+    "input": "it depends on an input that has one value per replica",
+    "extreme": "it depends on the greatest or least value of the examples of a replica",
+    "doubt": "a constant may be the number of replicas",
+    "order": "it combines examples in different orders",
+    "part": "it takes a part of the examples",
+}
