@@ -411,6 +411,348 @@ def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()
     return _ClosedJaxpr(body, [*low.consts, *program.consts])
 
 
+# Functions that are mapped over devices.
+
+
+class MapBinding(NamedTuple):
+    """One call of a function that is mapped over devices, by `jax.shard_map` or `jax.pmap`, which is a `shard_map` too.
+
+    Attributes:
+        kind: `"shard_map"` or `"pmap"`.
+        function: The user's function.
+        source: Its name and line, `"step at train.py:12"`, or "".
+        names: The names of the operands, which are the leaves of the arguments; empty if unknown.
+        operands: For a `shard_map` the types of the operands, for a `pmap` those of one device, without the mapped dimension.
+        specs: The `PartitionSpec` of each operand. For a `pmap` the axis at dimension 0 if it is mapped.
+        axis_sizes: The mesh axes that the call makes manual, with their sizes.
+        check_vma: Whether JAX checks that results without an axis in their `PartitionSpec` are replicated over it.
+        donated: Whether the memory of each operand is donated by the `pmap`.
+        arguments: The positions of the operands, in the structure of the arguments, of a `pmap`: `(args, kwargs)`.
+        trace: Traces the function for operands of these types; with `whole`, on a mesh whose manual axes have size 1.
+    """
+
+    kind: str
+    function: Any
+    source: str
+    names: tuple[str, ...]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    specs: tuple[Any, ...]
+    axis_sizes: dict[str, int]
+    check_vma: bool
+    donated: tuple[bool, ...]
+    arguments: Any
+    trace: Callable[[Sequence[jax.ShapeDtypeStruct], bool], "TracedBody"]
+
+
+class TracedBody(NamedTuple):
+    """The body of a mapped function.
+
+    Attributes:
+        program: The closed jaxpr of one device.
+        results: The types of the results in the structure that the function returns; of one device for a `pmap`.
+        specs: The `PartitionSpec` of each leaf of the results. For a `pmap` the axis at dimension 0 unless its `out_axes` is None.
+    """
+
+    program: Any
+    results: Any
+    specs: tuple[Any, ...]
+
+
+@contextlib.contextmanager
+def on_mapped_call(callback: Callable[[Callable[[], MapBinding | None]], None]) -> Iterator[None]:
+    """Calls `callback(read)` before JAX binds a function that this thread maps over devices, while the block runs.
+
+    `read()` returns the call. It is None for functions of JAX itself, by which it computes the operations in an eager
+    `shard_map`, for functions of jdist, and if JAX evaluates a jaxpr again.
+    """
+    from jax._src import pmap  # no public hook
+    from jax._src.shard_map import shard_map_p
+
+    primitive: Any = shard_map_p
+    bind, make_shard_map = primitive.bind, pmap._cached_shard_map
+    thread = threading.get_ident()
+    donated: dict[Any, tuple[bool, ...]] = {}  # by the function that `pmap` passes to `shard_map`
+
+    def make_noted(*args: Any) -> Any:
+        result = make_shard_map(*args)
+        if (function := getattr(result.pmapped, "__wrapped__", None)) is not None:
+            donated[function] = args[5]
+        return result
+
+    def bind_noted(*operands: Any, **params: Any) -> Any:
+        if threading.get_ident() == thread:
+            callback(lambda: _map_binding(bind, operands, params, donated))
+        return bind(*operands, **params)
+
+    primitive.bind, pmap._cached_shard_map = bind_noted, make_noted
+    try:
+        yield
+    finally:
+        primitive.bind, pmap._cached_shard_map = bind, make_shard_map
+
+
+def _map_binding(
+    bind: Callable[..., Any], operands: Sequence[Any], params: dict[str, Any], donated: dict[Any, tuple[bool, ...]]
+) -> MapBinding | None:
+    (traced_function,) = params["subfuns"]
+    function = _closure(traced_function).get("f")
+    if function is None:
+        return None
+    axes, mesh = params["newly_manual_axes"], params["mesh"]
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis in axes}
+    types = tuple(map(_type_of, operands))
+    module, debug_info = getattr(function, "__module__", None) or "", params["debug_info"]
+    if module == "jax._src.pmap" and "fun" in _closure(function):
+        return _pmap_binding(function, types, sizes, mesh, donated.get(function, ()))
+    if module.startswith(("jax.", "jdist.")):
+        return None
+
+    def trace(types: Sequence[jax.ShapeDtypeStruct], whole: bool) -> TracedBody:
+        changed = {**params, "mesh": _with_size_one(mesh, axes)} if whole else params
+        return _traced_body(lambda *operands: bind(*operands, **changed).unflatten(), types, axes if whole else ())
+
+    names = tuple(debug_info.arg_names or ()) if debug_info else ()
+    source = (debug_info.func_src_info if debug_info else None) or ""
+    specs = tuple(params["in_specs"])
+    return MapBinding(
+        "shard_map", function, source, names, types, specs, sizes, params["check_vma"], (), None, trace
+    )
+
+
+def _pmap_binding(
+    function: Any, types: Sequence[jax.ShapeDtypeStruct], sizes: dict[str, int], mesh: Any, donated: tuple[bool, ...]
+) -> MapBinding:
+    closure = _closure(function)
+    wrapped, tree, in_axes, out_axes = (closure[key] for key in ("fun", "in_tree", "in_axes_flat", "out_axes"))
+    (axis,) = sizes
+    replicated, split = jax.P(), jax.P(axis)
+
+    def of_one_device(kind: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
+        shape = kind.shape if dim is None else (*kind.shape[:dim], *kind.shape[dim + 1 :])
+        return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
+
+    def trace(types: Sequence[jax.ShapeDtypeStruct], whole: bool) -> TracedBody:
+        def call(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            return wrapped.call_wrapped(*args, **kwargs)
+
+        one = _with_size_one(mesh, frozenset(sizes)) if whole else mesh
+        mapped = jax.shard_map(call, mesh=one, in_specs=replicated, out_specs=replicated, check_vma=False)
+        body = _traced_body(mapped, types, frozenset(sizes) if whole else ())
+        axes = jax.tree.broadcast(out_axes, body.results, is_leaf=lambda leaf: leaf is None)
+        leaves = jax.tree.leaves(axes, is_leaf=lambda leaf: leaf is None)
+        return body._replace(specs=tuple(replicated if dim is None else split for dim in leaves))
+
+    debug_info = wrapped.debug_info
+    positions = jax.tree.unflatten(tree, range(len(types)))
+    parameters = (debug_info.arg_names if debug_info else None) or ()
+    names = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(positions)[0]:
+        (is_keyword, key), rest = (path[0].idx, path[1]), path[2:]  # pyright: ignore[reportAttributeAccessIssue]
+        number = getattr(key, "idx", None)
+        name = str(key.key) if is_keyword else parameters[number] if number < len(parameters) else f"args[{number}]"
+        names.append(name + jax.tree_util.keystr(rest))
+    return MapBinding(
+        "pmap",
+        wrapped.f,
+        (debug_info.func_src_info if debug_info else None) or "",
+        tuple(names),
+        tuple(map(of_one_device, types, in_axes)),
+        tuple(replicated if dim is None else split for dim in in_axes),
+        sizes,
+        False,
+        donated or (False,) * len(types),
+        positions,
+        trace,
+    )
+
+
+@contextlib.contextmanager
+def _unhooked() -> Iterator[None]:
+    """Binds a `shard_map` without the callback of `on_mapped_call`."""
+    from jax._src.shard_map import shard_map_p
+
+    primitive: Any = shard_map_p
+    bind = primitive.__dict__.pop("bind", None)
+    try:
+        yield
+    finally:
+        if bind is not None:
+            primitive.bind = bind
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    """Returns the values that a Python function captures, by name."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _type_of(operand: Any) -> jax.ShapeDtypeStruct:
+    aval: Any = jax.typeof(operand)
+    if type(aval).__name__ == "AbstractRef":
+        raise NotImplementedError("An operand is a mutable reference (`jax.Ref`).")
+    options = {"manual_axis_type": aval.mat} if getattr(aval, "mat", None) else {}
+    sharding = aval.sharding if any(aval.sharding.spec) else None  # of explicit mesh axes
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding, **options)
+
+
+def _with_size_one(mesh: Any, axes: Iterable[str]) -> Any:
+    """Returns an abstract mesh whose `axes` have size 1."""
+    sizes = tuple(1 if axis in axes else size for axis, size in mesh.shape.items())
+    return jax.sharding.AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _on_mesh_of_size_one(kind: jax.ShapeDtypeStruct, axes: Iterable[str]) -> jax.ShapeDtypeStruct:
+    sharding: Any = kind.sharding
+    if sharding is None:
+        return kind
+    return kind.update(sharding=jax.sharding.NamedSharding(_with_size_one(sharding.mesh, axes), sharding.spec))
+
+
+def _traced_body(mapped: Callable[..., Any], types: Sequence[Any], size_one: Iterable[str]) -> TracedBody:
+    """Returns the body of the `shard_map` that `mapped` binds, for operands of these types."""
+    from jax._src import mesh as meshes  # no public name for it
+
+    context = meshes.get_abstract_mesh()
+    is_changed = not context.empty and any(axis in context.axis_names for axis in size_one)
+    change = meshes.use_abstract_mesh(_with_size_one(context, size_one)) if is_changed else contextlib.nullcontext()
+    if size_one:
+        types = [_on_mesh_of_size_one(one, size_one) for one in types]
+    with change, _unhooked():
+        traced, results = jax.make_jaxpr(mapped, return_shape=True)(*types)
+    equation = next(equation for equation in traced.jaxpr.eqns if equation.primitive.name == "shard_map")
+    body = shard_map_body(traced)
+    with contextlib.suppress(Exception):  # the analyses treat the primitives that remain conservatively
+        body = lower_hi_primitives(body, dict(equation.params["mesh"].shape).items())
+    return TracedBody(body, results, tuple(equation.params["out_specs"]))
+
+
+@contextlib.contextmanager
+def one_device() -> Iterator[None]:
+    """Makes `jax.device_count()` and `jax.local_device_count()` return 1 in this thread while the block runs."""
+    thread = threading.get_ident()
+    names = ("device_count", "local_device_count")
+    originals = {name: getattr(jax, name) for name in names}
+
+    def count_of(original: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, **kwargs: 1 if threading.get_ident() == thread else original(*args, **kwargs)
+
+    try:
+        for name, original in originals.items():
+            setattr(jax, name, count_of(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(jax, name, original)
+
+
+def captures_as_inputs(programs: Sequence[Any]) -> tuple[list[Any], int]:
+    """Returns closed jaxprs with the values that all of them capture as their first inputs, and the number of these values.
+
+    Constants without dimensions stay constants, and so do arrays that only some of the programs capture.
+    """
+    captured: dict[int, Any] = {}
+    counts: dict[int, int] = {}
+    for program in programs:
+        for identity, value in {id(value): value for value in program.consts}.items():
+            captured[identity] = value
+            counts[identity] = counts.get(identity, 0) + 1
+    for identity, value in list(captured.items()):
+        is_shared = counts[identity] == len(programs) and np.ndim(value) > 0
+        if not is_shared and not isinstance(value, jax.core.Tracer):
+            del captured[identity]
+    results = []
+    for program in programs:
+        jaxpr = program.jaxpr
+        inputs, constants, values = {}, [], []
+        for var, value in zip(jaxpr.constvars, program.consts, strict=True):
+            if id(value) in captured and id(value) not in inputs:
+                inputs[id(value)] = var
+            else:
+                constants.append(var)
+                values.append(value)
+        first = [inputs.get(identity) or core.Var(jax.typeof(value)) for identity, value in captured.items()]
+        body = sub_jaxpr(jaxpr, jaxpr.eqns, [*first, *jaxpr.invars], jaxpr.outvars).replace(constvars=constants)
+        results.append(_ClosedJaxpr(body, values))
+    return results, len(captured)
+
+
+class JitCall(NamedTuple):
+    """A call of a function under `jax.jit`, which JAX has not called with these types before.
+
+    Attributes:
+        program: The closed jaxpr.
+        name: The name of the function.
+        file: The file that defines it, or "".
+        line: The line of the definition.
+        shardings: The shardings of the arguments that are arrays, and of the arguments and results of `jax.jit`.
+    """
+
+    program: Any
+    name: str
+    file: str
+    line: int
+    shardings: tuple[Any, ...]
+
+
+@contextlib.contextmanager
+def on_jit_call(callback: Callable[[Callable[[], JitCall]], None]) -> Iterator[None]:
+    """Calls `callback(read)` before this thread calls a function under `jax.jit`; `read()` returns the call.
+
+    It is called while JAX traces, and for the first call with some types and shardings.
+    """
+    from jax._src import pjit  # no public hook
+
+    primitive, thread = pjit.jit_p, threading.get_ident()
+    bind, call = primitive.bind, getattr(pjit, "_pjit_call_impl_python", None)
+
+    def with_note(original: Any) -> Any:
+        @functools.wraps(original)
+        def noted(*operands: Any, **params: Any) -> Any:
+            if threading.get_ident() == thread:
+                callback(lambda: _jit_call(operands, params))
+            return original(*operands, **params)
+
+        return noted
+
+    primitive.bind = with_note(bind)
+    if call is not None:
+        pjit._pjit_call_impl_python = with_note(call)
+    try:
+        yield
+    finally:
+        primitive.bind = bind
+        if call is not None:
+            pjit._pjit_call_impl_python = call
+
+
+def _jit_call(operands: Sequence[Any], params: dict[str, Any]) -> JitCall:
+    program = params["jaxpr"]
+    info = getattr(open_jaxpr(program), "debug_info", None)
+    arrays = (one.sharding for one in operands if isinstance(one, jax.Array) and not isinstance(one, jax.core.Tracer))
+    shardings = (*params["in_shardings"], *params["out_shardings"], *arrays)
+    return JitCall(
+        program,
+        params["name"],
+        getattr(info, "func_filename", None) or "",
+        getattr(info, "func_lineno", None) or 0,
+        tuple(one for one in shardings if isinstance(one, jax.sharding.Sharding)),
+    )
+
+
+def jit_program(equation: Equation) -> Any:
+    """Returns the closed jaxpr that a `jit` equation calls; None for another equation."""
+    return equation.params["jaxpr"] if equation.primitive.name == "jit" else None
+
+
+def constraint_sharding(equation: Equation) -> Any:
+    """Returns the sharding of a `sharding_constraint` or a `reshard`; None for another equation."""
+    if equation.primitive.name not in ("sharding_constraint", "reshard"):
+        return None
+    return equation.params.get("sharding") or equation.params.get("dst_sharding")
+
+
 # Equations.
 
 
