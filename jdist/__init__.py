@@ -49,6 +49,11 @@ from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
 from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
 from jdist._src.data.shards import InputContext as InputContext
+from jdist._src.debug.check import check as check
+from jdist._src.debug.check_report import CheckReport as CheckReport
+from jdist._src.debug.check_report import FunctionCheck as FunctionCheck
+from jdist._src.debug.check_report import ResultCheck as ResultCheck
+from jdist._src.debug.check_report import Verdict as Verdict
 from jdist._src.devices.cpu_devices import use_cpu_devices as use_cpu_devices
 from jdist._src.devices.mesh import Replicas as Replicas
 from jdist._src.devices.topology import topology_devices as topology_devices

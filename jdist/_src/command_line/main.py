@@ -5,6 +5,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
+from jdist._src.command_line.check import CHECK
 from jdist._src.command_line.devices import DEVICES
 from jdist._src.command_line.doctor import DOCTOR
 from jdist._src.command_line.env import ENV
@@ -14,7 +15,7 @@ from jdist._src.command_line.run import RUN
 from jdist._src.command_line.verb import run_verb
 from jdist._src.core.version import __version__
 
-VERBS = {"devices": DEVICES, "doctor": DOCTOR, "env": ENV, "plan": PLAN, "replay": REPLAY, "run": RUN}
+VERBS = {"check": CHECK, "devices": DEVICES, "doctor": DOCTOR, "env": ENV, "plan": PLAN, "replay": REPLAY, "run": RUN}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -450,7 +450,8 @@ class TracedBody(NamedTuple):
     Attributes:
         program: The closed jaxpr of one device.
         results: The types of the results in the structure that the function returns; of one device for a `pmap`.
-        specs: The `PartitionSpec` of each leaf of the results. For a `pmap` the axis at dimension 0 unless its `out_axes` is None.
+        specs: The `PartitionSpec` of each leaf of the results. For a `pmap` empty if its
+            `out_axes` is None, else the axis at dimension 0.
     """
 
     program: Any
@@ -514,9 +515,7 @@ def _map_binding(
     names = tuple(debug_info.arg_names or ()) if debug_info else ()
     source = (debug_info.func_src_info if debug_info else None) or ""
     specs = tuple(params["in_specs"])
-    return MapBinding(
-        "shard_map", function, source, names, types, specs, sizes, params["check_vma"], (), None, trace
-    )
+    return MapBinding("shard_map", function, source, names, types, specs, sizes, params["check_vma"], (), None, trace)
 
 
 def _pmap_binding(
@@ -616,10 +615,13 @@ def _traced_body(mapped: Callable[..., Any], types: Sequence[Any], size_one: Ite
 
     context = meshes.get_abstract_mesh()
     is_changed = not context.empty and any(axis in context.axis_names for axis in size_one)
-    change = meshes.use_abstract_mesh(_with_size_one(context, size_one)) if is_changed else contextlib.nullcontext()
     if size_one:
         types = [_on_mesh_of_size_one(one, size_one) for one in types]
-    with change, _unhooked():
+    with contextlib.ExitStack() as changes:
+        if is_changed:  # through no mesh: JAX refuses to change the size of the mesh in the context
+            changes.enter_context(meshes.use_abstract_mesh(meshes.empty_abstract_mesh))
+            changes.enter_context(meshes.use_abstract_mesh(_with_size_one(context, size_one)))
+        changes.enter_context(_unhooked())
         traced, results = jax.make_jaxpr(mapped, return_shape=True)(*types)
     equation = next(equation for equation in traced.jaxpr.eqns if equation.primitive.name == "shard_map")
     body = shard_map_body(traced)

@@ -158,7 +158,8 @@ class _Recorder:
             return
         with contextlib.suppress(Exception):  # a version of JAX that calls it in another way: it has no findings
             call = read()
-            if call.file and source_lines.is_user_frame(Frame(call.file, call.line, call.name)):
+            place = Frame(call.file, call.line, call.name)
+            if source_lines.user_frame([place]) and source_lines.is_user_frame(place):  # not of JAX or another library
                 self._jit_calls.append((call, source_lines.caller_frame()))
 
     def add_global_views(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, uses_axes
-from jdist._src.jaxpr.primitives import PER_DEVICE, REPLICATING_COLLECTIVES
+from jdist._src.jaxpr.primitives import PER_DEVICE, REPLICATING_COLLECTIVES, VARYING_CASTS
 
 Origins: TypeAlias = frozenset[int]  # numbers: of the inputs, and after them of the equations
 _NONE: Origins = frozenset()
@@ -61,7 +61,7 @@ class _Analysis(Interpreter[Origins]):
         return _NONE
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Origins]) -> list[Origins]:
-        if equation.primitive.name == "optimization_barrier":
+        if equation.primitive.name == "optimization_barrier" or equation.primitive.name in VARYING_CASTS:
             return operands
         joined = self._control.union(*operands)
         is_effect = any(map(jax_compat.may_vary_between_replicas, equation.effects))

@@ -20,7 +20,9 @@ CALLS = _names(
 ANNOTATED_CALLS = _names("composite compute_on remat2 shard_map xla_metadata_call")
 
 # Collectives whose result is the same on every replica of their axes.
-REPLICATING_COLLECTIVES = _names("psum pmax pmin all_gather all_gather_invariant")
+REPLICATING_COLLECTIVES = _names("psum psum_invariant pmax pmin all_gather all_gather_invariant")
+# Casts of JAX's varying types (`check_vma=True`): they name an axis, and return their operand on every replica.
+VARYING_CASTS = _names("pvary")
 # Primitives that name an axis without waiting for the other replicas.
 NOT_WAITING = _names("axis_index")
 # Collectives that wait for the replicas along their axes only. XLA's `ppermute` on CPU waits for all devices of the mesh.

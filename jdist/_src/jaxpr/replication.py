@@ -32,7 +32,13 @@ from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, nested_equations
 from jdist._src.jaxpr.marks import SUM_MARK, mark_of
-from jdist._src.jaxpr.primitives import NOT_WAITING, PER_DEVICE, REPLICATING_COLLECTIVES, WAITING_FOR_GROUP
+from jdist._src.jaxpr.primitives import (
+    NOT_WAITING,
+    PER_DEVICE,
+    REPLICATING_COLLECTIVES,
+    VARYING_CASTS,
+    WAITING_FOR_GROUP,
+)
 
 
 class Input(NamedTuple):
@@ -379,7 +385,7 @@ class _Analysis(Interpreter[Variation]):
 
 _RULES: dict[str, Callable[[_Analysis, Equation, list[Variation]], list[Variation]]] = {
     **dict.fromkeys(REPLICATING_COLLECTIVES, _Analysis._replicating_collective),
-    "optimization_barrier": _Analysis._barrier,
+    **dict.fromkeys(VARYING_CASTS | {"optimization_barrier"}, _Analysis._barrier),
 }
 
 

@@ -1,0 +1,222 @@
+"""`check`: a linter for functions that a program maps over devices without jdist, by `jax.pmap`, `jax.shard_map` or `jax.jit`.
+
+Two analyses read each function. The replication analysis proves that a result is the same on every device where the program
+relies on it. The equivalence analysis compares the function of one device with the same function of a single device that has
+everything (`jaxpr/mapped_functions.py`).
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist._src.core import jax_compat
+from jdist._src.core.arguments import check_callable
+from jdist._src.core.errors import DivergentCollectiveError
+from jdist._src.debug.check_report import CheckReport, FunctionCheck, ResultCheck, Verdict
+from jdist._src.jaxpr import replication
+from jdist._src.jaxpr.mapped_functions import MappedFunction, Operand, Result, error_line, record_mapped_functions
+from jdist._src.jaxpr.origins import find_origins
+from jdist._src.strategies.description import listed
+
+_GLOBAL_VIEW = (
+    "global view: the function is one program, which XLA partitions, so the devices compute the same values as one "
+    "device"
+)
+
+
+def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckReport:
+    """Returns verdicts on the functions that `fn` maps over devices with `jax.pmap` or `jax.shard_map`, without running them.
+
+    For each result: whether it is replicated where the program relies on it (a result of `shard_map` over each mesh axis that
+    its `out_specs` omit, and the new state of a `pmap`), and whether the devices together compute the same value as one
+    device. `fn` is traced for arguments of these shapes; nothing is compiled, run or donated.
+
+    Args:
+        fn: A function, which may be the result of `jax.jit`, `jax.pmap` or `jax.shard_map`, or call such functions.
+        args: The arguments of `fn`: arrays, or their shapes (`jax.ShapeDtypeStruct`). Other values are passed as they are.
+        kwargs: The keyword arguments of `fn`.
+
+    Returns:
+        A `jdist.CheckReport`, which prints as tables. `report.num_findings` is the number of mistakes.
+
+    Raises:
+        TypeError: `fn` is not a function.
+        Exception: `fn` raises it for these arguments.
+
+    Example:
+        >>> def step(w, x):
+        ...     gradient = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+        ...     return w - 0.1 * gradient  # the mean over the devices is missing
+        >>> mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+        >>> specs = dict(in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
+        >>> report = jdist.check(jax.shard_map(step, mesh=mesh, **specs), jnp.ones(3), jnp.ones((8, 3)))
+        >>> report.functions[0].results[0].replication.text, report.num_findings
+        ('not proved', 1)
+    """
+    check_callable(fn)
+    with record_mapped_functions() as functions:
+        trace(fn, args, kwargs)
+    is_split = any(_num_devices(leaf) > 1 for leaf in jax.tree.leaves((args, kwargs)))
+    if not functions and is_split:  # `make_jaxpr` does not pass the shardings of arguments on to `jax.jit`
+        code = getattr(fn, "__code__", None) or getattr(getattr(fn, "__wrapped__", None), "__code__", None)
+        place = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+        functions.append(MappedFunction("jit", getattr(fn, "__name__", type(fn).__name__), place, None))
+    return report_on(functions)
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Traces `fn`. Arguments that are neither arrays nor shapes are passed as they are, as static arguments have to be."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    numbers = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def call(arrays: Sequence[Any]) -> Any:
+        values = dict(zip(numbers, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, [values.get(number, leaf) for number, leaf in enumerate(leaves)])
+        fn(*args, **kwargs)
+
+    jax.make_jaxpr(call)([leaves[number] for number in numbers])
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def _num_devices(leaf: Any) -> int:
+    return getattr(getattr(leaf, "sharding", None), "num_devices", 1)
+
+
+def report_on(functions: Sequence[MappedFunction]) -> CheckReport:
+    """Returns the verdicts on recorded functions. An exception in an analysis is the reason of an unknown verdict."""
+    return CheckReport(tuple(map(_check_function, functions)))
+
+
+def _check_function(function: MappedFunction) -> FunctionCheck:
+    note = problem = ""
+    results: tuple[ResultCheck, ...] = ()
+    if function.kind == "jit":
+        note = _GLOBAL_VIEW
+    elif function.local is None:
+        note = f"unknown: {function.reason}"
+    else:
+        try:
+            replications = _replication(function)
+        except DivergentCollectiveError as error:
+            problem = str(error)
+            replications = [Verdict("unknown")] * len(function.results)
+        except Exception as error:
+            replications = [_unknown(error)] * len(function.results)
+        try:
+            equivalences = _equivalence(function)
+        except Exception as error:
+            equivalences = [_unknown(error)] * len(function.results)
+        rows = zip(function.results, replications, equivalences, strict=True)
+        results = tuple(ResultCheck(one.name, _placement(function, one), *verdicts) for one, *verdicts in rows)
+    name = _PMAP_AXIS if "_internal_pmap_axis_name" in function.axes else None
+    axes = {name or axis: size for axis, size in function.axes.items()}
+    line = str(function.line) if function.line else ""
+    definition = function.definition.removeprefix(os.getcwd() + os.sep)
+    return FunctionCheck(function.kind, function.name, definition, line, axes, results, note, problem)
+
+
+_PMAP_AXIS = "devices"  # of a `pmap` without a name for its axis
+
+
+def _unknown(error: Exception) -> Verdict:
+    return Verdict("unknown", (error_line(error),))
+
+
+def _placement(function: MappedFunction, result: Result) -> str:
+    if result.splits:
+        return ", ".join(f"split over {'+'.join(axes)}" for axes in result.splits.values())
+    return "replicated" if result.replicated_over else "one per device"
+
+
+# Replication.
+
+
+def _replication(function: MappedFunction) -> list[Verdict]:
+    inputs = [replication.Input(operand.name, operand.axes) for operand in function.operands]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        variations = replication.prove(jax_compat.open_jaxpr(function.local), inputs, tuple(function.axes))
+    return [_replication_verdict(function, *pair) for pair in zip(function.results, variations, strict=True)]
+
+
+def _replication_verdict(function: MappedFunction, result: Result, variation: replication.Variation) -> Verdict:
+    if not result.replicated_over:
+        return Verdict("not claimed")
+    axes = [axis for axis in result.replicated_over if axis in variation]
+    if not axes:
+        return Verdict("proved")
+    if function.checked_by_jax:
+        return Verdict("checked by JAX")
+    cause = min((variation[axis] for axis in axes), key=lambda cause: cause.depth)
+    names = repr(axes[0] if len(axes) == 1 else tuple(axes)).replace("'", '"')
+    if axes == ["_internal_pmap_axis_name"]:
+        fix = 'Name the axis, `jax.pmap(..., axis_name="batch")`, and reduce the values over it: `jax.lax.pmean(x, "batch")`.'
+    else:
+        fix = f"Reduce the values that it is computed from over the devices: `jax.lax.pmean(x, {names})`."
+    if function.kind == "shard_map":
+        fix += " If it is meant to differ, name the axes in its `out_specs`."
+    return Verdict("not proved", tuple(replication.explain_cause(cause).split("\n    -> ")), fix)
+
+
+# Equivalence.
+
+
+def _equivalence(function: MappedFunction) -> list[Verdict]:
+    if function.whole is None:
+        return [Verdict("unknown", (function.reason,))] * len(function.results)
+    try:
+        from jdist._src.jaxpr import equivalence  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:
+        return [Verdict("unknown")] * len(function.results)
+    inputs = [_relation(equivalence, operand) for operand in function.operands]
+    relations = equivalence.relate(function.local, function.whole, inputs, dict(function.axes))
+    dependencies = _per_device_operands(function)
+    return [
+        Verdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
+        if names
+        else _equivalence_verdict(equivalence, function, result, relation)
+        for result, relation, names in zip(function.results, relations, dependencies, strict=True)
+    ]
+
+
+def _relation(equivalence: Any, operand: Operand) -> Any:
+    # For an operand per device any relation will do: results that depend on it are unknown.
+    if not operand.splits:
+        return equivalence.REPLICATED
+    if len(operand.splits) == 1:
+        ((dim, axes),) = operand.splits.items()
+        return equivalence.Relation.split(axes, dim)
+    return equivalence.Relation.split(splits=dict(operand.splits))
+
+
+def _per_device_operands(function: MappedFunction) -> list[list[str]]:
+    """Returns for each result the names of the operands per device that it is computed from."""
+    origins, equations = find_origins(jax_compat.open_jaxpr(function.local), tuple(function.axes))
+    names = []
+    for numbers in origins:
+        reached, new = set(), set(numbers)
+        while new:
+            reached |= new
+            new = {origin for number in new & equations.keys() for origin in equations[number].origins} - reached
+        operands = enumerate(function.operands)
+        names.append([operand.name for number, operand in operands if operand.per_device and number in reached])
+    return names
+
+
+def _equivalence_verdict(equivalence: Any, function: MappedFunction, result: Result, relation: Any) -> Verdict:
+    # PLUG IN HERE: the verdict from the relation of a result (`relate`) and the placement that the program declares for it
+    # (`result.splits`, `result.replicated_over`, `function.kind`). "not equivalent" is a finding; its reasons are lines.
+    placed = _relation(equivalence, Operand(result.name, result.splits))
+    if relation == placed:
+        return Verdict("equivalent")
+    is_stacked = function.kind == "pmap" and not result.replicated_over  # `pmap` stacks parts of the batch as well
+    if is_stacked and relation == equivalence.Relation.split(tuple(function.axes), 0):
+        return Verdict("equivalent")
+    return Verdict("unknown", (f"its relation to the result of one device is {relation}",))
