@@ -44,9 +44,11 @@ def _run(arguments: argparse.Namespace) -> int:
     file, _, function = (arguments.run[0], "", "") if is_program else _split_target(arguments.target)
     if not os.path.isfile(file):
         return _refuse(f"{file} does not exist.")
+    if arguments.devices < 1:
+        return _refuse(f"`--devices` must be at least 1, got {arguments.devices}.")
     try:
         _use_cpu(arguments.devices)
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:  # JAX has started
         return _refuse(str(error))
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # as `python FILE.py` does
     if is_program:

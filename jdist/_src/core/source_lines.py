@@ -76,7 +76,11 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def _outside_jax(frames: Sequence[Frame]) -> list[Frame]:
-    return [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
+    files = (
+        *_folders("jax", "jaxlib"),
+        _absolute(jax_compat.__file__),
+    )  # `jax_compat` calls functions of JAX for others
+    return [frame for frame in frames if not _absolute(frame.file).startswith(files)]
 
 
 def is_user_frame(frame: Frame) -> bool:

@@ -123,6 +123,12 @@ class _Recorder:
         self._programs: set[tuple[Any, ...]] = set()
         self._jit_calls: list[tuple[JitCall, Frame | None]] = []
         self._is_tracing = False
+        self._caller = source_lines.caller_frame()
+
+    def _call_line(self) -> Frame | None:
+        """Returns the user's line of the current call; None if it is the line that started the recording, as `jdist.check`."""
+        line = source_lines.caller_frame()
+        return None if line == self._caller else line
 
     def note_mapped(self, read: Callable[[], MapBinding | None]) -> None:
         """Records the call of a mapped function."""
@@ -134,7 +140,7 @@ class _Recorder:
                 function = self._record(read)
         except Exception as error:  # a version of JAX that binds it in another way
             reason = f"jdist cannot read this call: {error_line(error)}"
-            function = MappedFunction("shard_map", "unknown function", "", source_lines.caller_frame(), reason=reason)
+            function = MappedFunction("shard_map", "unknown function", "", self._call_line(), reason=reason)
         finally:
             self._is_tracing = False
         if function is not None and (key := _program_key(function)) not in self._programs:
@@ -150,7 +156,7 @@ class _Recorder:
         if any(call[0] is other[0] and call[1:] == other[1:] for other in self._calls):
             return None
         self._calls.append(call)
-        return _mapped_function(binding)
+        return _mapped_function(binding, self._call_line())
 
     def note_jit(self, read: Callable[[], JitCall]) -> None:
         """Notes a call of a user's function under `jax.jit`."""
@@ -160,7 +166,7 @@ class _Recorder:
             call = read()
             place = Frame(call.file, call.line, call.name)
             if source_lines.user_frame([place]) and source_lines.is_user_frame(place):  # not of JAX or another library
-                self._jit_calls.append((call, source_lines.caller_frame()))
+                self._jit_calls.append((call, self._call_line()))
 
     def add_global_views(self) -> None:
         """Adds the functions under `jax.jit` with shardings that contain no `shard_map` and are not inside another one."""
@@ -201,13 +207,13 @@ def _program_key(function: MappedFunction) -> tuple[Any, ...]:
     return *places, tuple(function.axes.items()), operands, function.reason, local
 
 
-def _mapped_function(binding: MapBinding) -> MappedFunction:
+def _mapped_function(binding: MapBinding, line: Frame | None) -> MappedFunction:
     name, _, definition = binding.source.rpartition(" at ")
     function = MappedFunction(
         binding.kind,
         (name or binding.source or type(binding.function).__name__).rpartition(".")[2],
         definition,
-        source_lines.caller_frame(),
+        line,
         binding.axis_sizes,
         checked_by_jax=binding.check_vma,
     )
