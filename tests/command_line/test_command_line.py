@@ -29,7 +29,8 @@ def run(capsys):
 def test_help_shows_each_verb_with_an_example_that_runs(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record = 'import jdist; jdist.ParameterServerStrategy(workers=1, record="run.log")'
-    (tmp_path / "train.py").write_text(f'import os\nif "JDIST_REPLAY" in os.environ: {record}')
+    checked = "def step(x): return x\ndef check(): return (1.0,)"
+    (tmp_path / "train.py").write_text(f'import os\nif "JDIST_REPLAY" in os.environ: {record}\n{checked}')
     log = {"format": 2, "workers": 1, "arguments": ["train.py"], "folder": str(tmp_path)}
     (tmp_path / "run.log").write_text(json.dumps(log) + '\n{"end": 0}\n')
     plan = "lambda: jdist.plan(jdist.OneDeviceStrategy('cpu:0'), lambda w: (w, None), lambda: 1.0)"
@@ -59,7 +60,7 @@ def test_command_without_verb_or_with_an_unknown_verb_or_argument_has_status_2(r
     assert run("qqq") == (
         2,
         "",
-        "jdist: there is no command 'qqq'. The commands are devices, doctor, env, plan, replay, run.\n",
+        "jdist: there is no command 'qqq'. The commands are check, devices, doctor, env, plan, replay, run.\n",
     )
     status, _, errors = run("env", "--yaml")
     assert status == 2 and "unrecognized arguments: --yaml" in errors

@@ -13,6 +13,7 @@ from typing import Any
 from jdist._src.command_line.verb import Verb
 from jdist._src.core.tree import describe_type
 
+_NUM_DEVICES = 4
 _ADVICE = (
     "Write `def check(): return (state, batch)`, the arguments of the function, or "
     "`def check(): return [(step, (state, batch))]`."
@@ -27,7 +28,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file with a function `check()`, which returns the arguments of the function, a tuple of arrays or shapes, or "
         "a list of pairs `(function, arguments)`",
     )
-    parser.add_argument("--devices", type=int, default=4, metavar="N", help="the number of CPU devices (default 4)")
+    parser.add_argument("--devices", type=int, metavar="N", help=f"the number of CPU devices (default {_NUM_DEVICES})")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--run",
@@ -44,7 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
     file, _, function = (arguments.run[0], "", "") if is_program else _split_target(arguments.target)
     if not os.path.isfile(file):
         return _refuse(f"{file} does not exist.")
-    if arguments.devices < 1:
+    if arguments.devices is not None and arguments.devices < 1:
         return _refuse(f"`--devices` must be at least 1, got {arguments.devices}.")
     try:
         _use_cpu(arguments.devices)
@@ -81,7 +82,7 @@ def _split_target(target: str) -> tuple[str, str, str]:
     return (file, separator, function) if file.endswith(".py") else (target, "", "")
 
 
-def _use_cpu(count: int) -> None:
+def _use_cpu(count: int | None) -> None:
     import jax
 
     from jdist._src.core.jax_compat import has_backend
@@ -89,7 +90,9 @@ def _use_cpu(count: int) -> None:
 
     if not has_backend():
         jax.config.update("jax_platforms", "cpu")
-    use_cpu_devices(count)
+        count = count or _NUM_DEVICES
+    if count is not None:
+        use_cpu_devices(count)
 
 
 def _pairs(file: str, namespace: dict[str, Any], name: str) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 from jax.interpreters import mlir
 
@@ -545,12 +546,13 @@ def _pmap_binding(
     debug_info = wrapped.debug_info
     positions = jax.tree.unflatten(tree, range(len(types)))
     parameters = (debug_info.arg_names if debug_info else None) or ()
-    names = []
-    for path, _ in jax.tree_util.tree_flatten_with_path(positions)[0]:
-        (is_keyword, key), rest = (path[0].idx, path[1]), path[2:]  # pyright: ignore[reportAttributeAccessIssue]
-        number = getattr(key, "idx", None)
-        name = str(key.key) if is_keyword else parameters[number] if number < len(parameters) else f"args[{number}]"
-        names.append(name + jax.tree_util.keystr(rest))
+    args, kwargs = positions
+    arguments = [(parameters[i] if i < len(parameters) else f"args[{i}]", arg) for i, arg in enumerate(args)]
+    names = [
+        f"{name}{jax.tree_util.keystr(path)}"
+        for name, argument in [*arguments, *sorted(kwargs.items())]
+        for path, _ in jax.tree_util.tree_flatten_with_path(argument)[0]
+    ]
     return MapBinding(
         "pmap",
         wrapped.f,
@@ -662,7 +664,7 @@ def captures_as_inputs(programs: Sequence[Any]) -> tuple[list[Any], int]:
             counts[identity] = counts.get(identity, 0) + 1
     for identity, value in list(captured.items()):
         is_shared = counts[identity] == len(programs) and np.ndim(value) > 0
-        if not is_shared and not isinstance(value, jax.core.Tracer):
+        if not is_shared and not isinstance(value, Tracer):
             del captured[identity]
     results = []
     for program in programs:
@@ -732,7 +734,7 @@ def on_jit_call(callback: Callable[[Callable[[], JitCall]], None]) -> Iterator[N
 def _jit_call(operands: Sequence[Any], params: dict[str, Any]) -> JitCall:
     program = params["jaxpr"]
     info = getattr(open_jaxpr(program), "debug_info", None)
-    arrays = (one.sharding for one in operands if isinstance(one, jax.Array) and not isinstance(one, jax.core.Tracer))
+    arrays = (one.sharding for one in operands if isinstance(one, jax.Array) and not isinstance(one, Tracer))
     shardings = (*params["in_shardings"], *params["out_shardings"], *arrays)
     return JitCall(
         program,
