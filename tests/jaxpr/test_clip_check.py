@@ -37,7 +37,7 @@ POLICIES = {
 
 @pytest.fixture(autouse=True)
 def no_warnings_yet(monkeypatch):
-    monkeypatch.setattr(clip_check, "_warned", {})
+    monkeypatch.setattr(replication, "_warned", {})
 
 
 def warned(strategy, tx, calls=1):

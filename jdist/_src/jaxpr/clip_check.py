@@ -5,7 +5,6 @@ searched for one that a clipping transformation of optax made. The search follow
 functions of optax are traced into the jaxpr that calls them.
 """
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,9 @@ from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import ClippedPerReplicaWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.marks import GRADIENT_MARK, mark_of
+from jdist._src.jaxpr.replication import warn_once
 
 _MAX_DISTANCE = 12  # equations between the clipping and the mark, for a few transformations in between
-_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # the registry of warnings that are shown once per line
 
 
 def warn_of_clipped_gradients(program: Jaxpr) -> None:
@@ -27,7 +26,7 @@ def warn_of_clipped_gradients(program: Jaxpr) -> None:
     for clip in _clips_before_policies(program):
         place = source_lines.warning_frame(clip)
         if place:
-            warnings.warn_explicit(_MESSAGE, ClippedPerReplicaWarning, place.file, place.line, registry=_warned)
+            warn_once(_MESSAGE, ClippedPerReplicaWarning, place)
             return
 
 

@@ -64,7 +64,6 @@ class _Analysis(Interpreter[AnyRelation]):
         self._calls: list[Equation] = []
         self._whole_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
         self._pairs: dict[int, Equation] = {}  # of the current jaxpr, by the `id` of an equation
-        self._mismatch: Cause | None = None
         self._consts: dict[int, Sequence[Any]] = {}
         self.conditions: list[AnyRelation] = []
 
@@ -88,20 +87,15 @@ class _Analysis(Interpreter[AnyRelation]):
         elif consts:
             consts = [self.lost("other program")] * len(consts)
         names = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*whole.constvars, *whole.invars], strict=True))
-        outer = self._pairs, self._mismatch
-        self._pairs, self._mismatch = {}, None
-        for one, other in zip(jaxpr.eqns, whole.eqns, strict=False):
-            if not _same_form(one, other, names):
-                self._mismatch = Cause(Site(one, tuple(self._calls)))
-                break
+        outer, self._pairs = self._pairs, {}
+        for one, other in _aligned(jaxpr.eqns, whole.eqns, names):
             self._pairs[id(one)] = other
-            names.update(zip(one.outvars, other.outvars, strict=True))
         try:
             results = super().run(jaxpr, consts, arguments)
             pairs = zip(results, jaxpr.outvars, whole.outvars, strict=True)
             return [self._output(result, one, other, names) for result, one, other in pairs]
         finally:
-            self._pairs, self._mismatch = outer
+            self._pairs = outer
 
     def _output(self, result: AnyRelation, one: Any, other: Any, names: Mapping[Any, Any]) -> AnyRelation:
         if isinstance(one, Literal):
@@ -111,8 +105,8 @@ class _Analysis(Interpreter[AnyRelation]):
     def evaluate(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
         whole = self._pairs.get(id(equation))
         if whole is None:
-            lost = Lost("other program", self._mismatch)
-            return [next((value for value in operands if value.is_lost), lost)] * len(equation.outvars)
+            site = self.site(equation)
+            return [Lost("other program", Cause(site), site)] * len(equation.outvars)
         operands = [
             self._literal(one, other) if isinstance(one, Literal) else value
             for one, other, value in zip(equation.invars, whole.invars, operands, strict=True)
@@ -120,8 +114,9 @@ class _Analysis(Interpreter[AnyRelation]):
         for own, other in zip(jax_compat.programs(equation), jax_compat.programs(whole), strict=True):
             self._enter(own, other)
         name = call_name(equation)
-        if name and call_name(whole) == name:
-            step = Step(self, equation, whole, operands)
+        step = Step(self, equation, whole, operands)
+        # A derivative of a call can have further operands and results: it is entered.
+        if name and call_name(whole) == name and step.has_usual_operands(*name):
             return [step.checked(result, number) for number, result in enumerate(step.named_call(*name))]
         return super().evaluate(jaxpr, equation, operands)
 
@@ -213,7 +208,7 @@ class _Analysis(Interpreter[AnyRelation]):
         return [step.checked(result, number) for number, result in enumerate(results)]
 
     def lost(self, reason: str) -> Lost:
-        return Lost(reason, self._mismatch)
+        return Lost(reason)
 
     def site(self, equation: Equation) -> Site:
         return Site(equation, tuple(self._calls))
@@ -307,8 +302,55 @@ def _is_numeric(*values: Any) -> bool:
     )
 
 
-def _same_form(one: Equation, other: Equation, names: Mapping[Any, Any]) -> bool:
-    """Whether two equations have the same primitive and corresponding operands."""
+def _aligned(
+    own: Sequence[Equation], others: Sequence[Equation], names: dict[Any, Any]
+) -> Iterator[tuple[Equation, Equation]]:
+    """Yields the equations that two jaxprs have in common, in order, and adds their results to `names`.
+
+    A size that is 1 in one of the programs can leave out equations, or add some. These are skipped.
+
+    Args:
+        own: The equations of one replica.
+        others: The equations of one device.
+        names: From the variables of one replica to those of one device.
+    """
+    known = set(map(id, names.values()))
+    i = j = 0
+    while i < len(own) and j < len(others):
+        skip = next((skip for skip in _SKIPS if _match(own[i + skip[0] : i + skip[0] + 3], others[j + skip[1] : j + skip[1] + 3], names, known, skip)), None)
+        if skip is None:
+            return
+        i, j = i + skip[0], j + skip[1]
+        one, other = own[i], others[j]
+        names.update(zip(one.outvars, other.outvars, strict=True))
+        known.update(map(id, other.outvars))
+        yield one, other
+        i, j = i + 1, j + 1
+
+
+_SKIPS = sorted(((i, j) for i in range(12) for j in range(12)), key=sum)
+_NUM_MATCHES = 3  # equations in a row, by which two programs are found to continue alike
+
+
+def _match(
+    own: Sequence[Equation], others: Sequence[Equation], names: dict[Any, Any], known: set[int], skip: tuple[int, int]
+) -> bool:
+    """Whether the next equations are the same; after a skip, several of them."""
+    number = _NUM_MATCHES if any(skip) else 1
+    if not own or not others:
+        return False
+    names, known = (dict(names), set(known)) if number > 1 else (names, known)
+    for one, other in zip(own[:number], others[:number], strict=False):
+        if not _same_form(one, other, names, known):
+            return False
+        if number > 1:
+            names.update(zip(one.outvars, other.outvars, strict=True))
+            known.update(map(id, other.outvars))
+    return True
+
+
+def _same_form(one: Equation, other: Equation, names: Mapping[Any, Any], known: set[int]) -> bool:
+    """Whether two equations have the same primitive and corresponding operands, or operands of skipped equations."""
     if (
         one.primitive is not other.primitive
         or len(one.invars) != len(other.invars)
@@ -317,9 +359,9 @@ def _same_form(one: Equation, other: Equation, names: Mapping[Any, Any]) -> bool
     ):
         return False
     for a, b in zip(one.invars, other.invars, strict=True):
-        if isinstance(a, Literal):
-            if not isinstance(b, Literal):
+        if isinstance(a, Literal) or isinstance(b, Literal):
+            if not (isinstance(a, Literal) and isinstance(b, Literal)):
                 return False
-        elif names.get(a) is not b:
+        elif names.get(a) is not b and (a in names or id(b) in known):
             return False
     return True

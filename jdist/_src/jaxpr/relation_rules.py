@@ -26,6 +26,8 @@ from jdist._src.jaxpr.relations import (
 )
 
 
+import os
+DEBUG=os.environ.get('JDBG')
 class Analysis(Protocol):
     """What the rules use of the analysis."""
 
@@ -80,6 +82,9 @@ class Step:
     def lost(self, reason: str, *operands: AnyRelation) -> Lost:
         """Returns a result that begins to be lost here."""
         values = operands or self.operands
+        if DEBUG and reason == "no rule":
+            import sys
+            print("NORULE", self.equation.primitive.name, sys._getframe(1).f_lineno, [str(v)[:200] for v in self.operands], self.equation.params if len(str(self.equation.params))<300 else "", [v.aval for v in self.equation.invars], [v.aval for v in self.whole.invars])
         cause = self.cause(*values)
         if reason != "factor":
             return Lost(reason, cause, cause.site)
@@ -411,7 +416,7 @@ class Step:
             return [self._multiple_of_index()]
         if first.offset or second.offset:
             return [self._multiple_of_positions()]
-        result = self._product(first, second)
+        result = self._noted(self._product(first, second))
         if isinstance(result, Lost):
             return [result]
         nonnegative = self.is_same_operand() or first.is_nonnegative and second.is_nonnegative
@@ -475,6 +480,14 @@ class Step:
             **{**flags(first, second), "in_doubt": self._is_in_doubt()},
         )
 
+    def _noted(self, result: AnyRelation) -> AnyRelation:
+        """Returns the result of a product, with this equation as the origin of a wrong factor of a value that is not partial."""
+        if isinstance(result, Lost) or result.partial or is_close(result.factor, 1):
+            return result
+        if any(is_close(value.factor, result.factor) for value in self.operands):
+            return result
+        return dataclasses.replace(result, origin=self.cause())
+
     def _is_in_doubt(self) -> bool:
         """Whether a factor may be the number of replicas, which a constant does not tell."""
         if any(value.in_doubt for value in self.operands):
@@ -499,7 +512,7 @@ class Step:
         if second.extreme or first.extreme:
             return [self.lost("extreme")]
         inverse = dataclasses.replace(second, factor=1 / second.factor)
-        result = self._product(first, inverse)
+        result = self._noted(self._product(first, inverse))
         if isinstance(result, Lost):
             return [result]
         return [dataclasses.replace(result, is_nonnegative=first.is_nonnegative and second.is_nonnegative)]
@@ -674,8 +687,12 @@ class Step:
             if dim in known or local[dim] == whole[dim]:
                 continue
             axes = self._group_of(local[dim], whole[dim], known={a for s in result.splits for a in s.axes})
+            copies = self._group_of(whole[dim], local[dim])
+            if axes is None and copies and whole[dim] == 1 and result.is_plain:
+                result = dataclasses.replace(result, stack=(copies, dim))
+                continue
             if axes is None:
-                return [self.lost("no rule")]
+                return [self._unknown_broadcast(result)]
             if result.partial & set(axes):
                 return [self.lost("statistic", value)]
             if result.extreme or result.is_key:
@@ -683,6 +700,12 @@ class Step:
             splits = tuple(sorted([*result.splits, Split(axes, dim)], key=lambda s: s.dim))
             result = dataclasses.replace(result, splits=splits)
         return [result]
+
+    def _unknown_broadcast(self, value: Relation) -> Lost:
+        """A value for each pair of examples is formed in each replica alone."""
+        local, whole = self.result_shape(), self.whole_result_shape()
+        number = math.prod(self.analysis.axis_sizes.values())
+        return self.lost("pairs" if sum(w == n * number for n, w in zip(local, whole, strict=True)) > 1 else "no rule", value)
 
     def _group_of(self, local: int, whole: int, known: set[str] = frozenset()) -> tuple[str, ...] | None:  # type: ignore[assignment]
         """Returns the mesh axes along which a dim is split that has these sizes."""
@@ -870,12 +893,18 @@ class Step:
     def tiled(self) -> list[AnyRelation]:
         """`tile`: a dim that is repeated is not split."""
         value, reps = self.operands[0], self.params["reps"]
+        if value.is_plain and not value.splits and not value.stack and self.whole.params["reps"] != reps:
+            return [self._repeated(value)]
         if self.whole.params["reps"] != reps or value.stack or value.offset:
             return [self.lost("no rule")]
         missing = len(reps) - len(self.shape(0))
-        if any(reps[split.dim + missing] != 1 for split in value.splits):
+        moved = self._moved(value, lambda dim: dim + missing)
+        if isinstance(moved, Lost):
+            return [moved]
+        splits = [split.replace(outer=split.outer * reps[split.dim]) for split in moved.splits]
+        if any(reps[split.dim] > 1 and split.regrouped > 1 for split in splits):
             return [self.lost("order")]
-        return [self._moved(value, lambda dim: dim + missing)]
+        return [dataclasses.replace(moved, splits=tuple(splits))]
 
     def stacked(self) -> list[AnyRelation]:
         """`stack` along a new dim."""
@@ -916,6 +945,13 @@ class Step:
         if value.stack or value.extreme or value.is_special or any(split.dim >= first for split in value.splits):
             return [self.lost("no rule")]
         return [dataclasses.replace(value, is_nonnegative=False)]
+
+    def _repeated(self, value: Relation) -> AnyRelation:
+        """A value that every device has is repeated once for each of its examples."""
+        local, whole = self.result_shape(), self.whole_result_shape()
+        dims = [dim for dim in range(len(local)) if local[dim] != whole[dim]]
+        axes = self._group_of(local[dims[0]], whole[dims[0]]) if len(dims) == 1 else None
+        return dataclasses.replace(value, splits=(Split(axes, dims[0]),)) if axes else self.lost("no rule")
 
     def padded(self) -> list[AnyRelation]:
         value, filling = self.operands
@@ -959,7 +995,8 @@ class Step:
     def sorted(self) -> list[AnyRelation]:
         dim = self.params.get("dimension", len(self.shape(0)) - 1)
         if any(split.dim == dim for value in self.operands for split in value.splits):
-            return self.every(self.lost("examples"))
+            partial = next((value for value in self.operands if value.partial), None)
+            return self.every(self.lost("partial", partial) if partial else self.lost("order"))
         if any(value.offset for value in self.operands):
             return self.every(self.lost("index"))
         if self.equation.primitive.name == "sort" and len(self.operands) == 1 and self.operands[0].is_plain:
@@ -968,13 +1005,25 @@ class Step:
 
     def matrices(self) -> list[AnyRelation]:
         """Linear algebra on the last two dims."""
-        value = self._pointwise()
-        if isinstance(value, Lost):
-            return self.every(value)
-        batch = [min(len(self.shape(i)) for i in range(len(self.operands))) - 2]
-        if any(split.dim >= batch[0] for split in value.splits):
+        if not all(value.is_pointwise for value in self.operands):
             return self.every(self.lost("no rule"))
-        return self.every(value)
+        spread = self._pointwise()
+        ranks = [len(self.shape(i)) for i in range(len(self.operands))]
+        if isinstance(spread, Lost) or any(split.dim >= min(ranks) - 2 for split in spread.splits):
+            return self.every(self.lost("no rule"))
+        return self.every(spread)
+
+    def solved(self) -> list[AnyRelation]:
+        """`triangular_solve`: linear in the second operand."""
+        matrix, value = self.operands
+        rank = len(self.shape(0))
+        is_known = matrix.is_plain and matrix.factor > 0 and not (value.stack or value.extreme or value.is_special)
+        axes = {axis for split in matrix.splits for axis in split.axes}
+        if not is_known or matrix.splits != value.splits or any(split.dim >= rank - 2 for split in value.splits):
+            return [self.lost("no rule")]
+        if value.partial & axes:
+            return [self.lost("statistic", value)]
+        return [dataclasses.replace(value, factor=value.factor / matrix.factor, is_nonnegative=False)]
 
     # Products.
 
@@ -1223,6 +1272,9 @@ class Step:
         """`dynamic_slice`: a split dim is taken as a whole."""
         value, *starts = self.operands
         sizes = self.params["slice_sizes"]
+        own = self._own_part(value, starts)
+        if own is not None:
+            return [own]
         if not all(start.is_equal for start in starts[: len(sizes)]):
             if value.stack and not value.partial and not value.splits and len(sizes) and sizes[value.stack[1]] == 1:
                 return [dataclasses.replace(value, stack=None)]
@@ -1235,6 +1287,22 @@ class Step:
                 return [dataclasses.replace(value, stack=None)]
             return [self.lost("index", value)]
         return [dataclasses.replace(value, **flags(value, *starts))]
+
+    def _own_part(self, value: Relation, starts: Sequence[Relation]) -> Relation | None:
+        """Returns the rows of each replica, if it takes them out of an array that all replicas have."""
+        sizes = self.params["slice_sizes"]
+        dims = [dim for dim, start in enumerate(starts[: len(sizes)]) if start.is_index]
+        others = [start for start in starts if not start.is_index]
+        if len(dims) != 1 or not value.is_plain or value.splits or not all(start.is_equal for start in others):
+            return None
+        axes, offset, distance = tuple(self.analysis.axis_sizes), dict(starts[dims[0]].offset), float(sizes[dims[0]])
+        for axis in reversed(axes):
+            if offset.get(axis) != (-distance,):
+                return None
+            distance *= self.analysis.axis_sizes[axis]
+        if distance != self.shape(0)[dims[0]]:
+            return None
+        return dataclasses.replace(value, splits=(Split(axes, dims[0]),))
 
     def dynamic_update(self) -> list[AnyRelation]:
         value, update, *starts = self.operands
@@ -1440,6 +1508,11 @@ class Step:
         splits = tuple(sorted([*result.splits, Split(axes, dim)], key=lambda s: s.dim))
         return [dataclasses.replace(result, splits=splits)]
 
+    def has_usual_operands(self, kind: str, *details: str) -> bool:
+        """Whether a call of jdist has the operands and results that jdist gave it."""
+        missing = 1 if kind == GUARD_CALL else 0
+        return kind == APPROXIMATE_CALL or len(self.operands) == len(self.equation.outvars) + missing
+
     def named_call(self, kind: str, *details: str) -> list[AnyRelation]:
         """A call of jdist whose result is known (`marks`)."""
         if kind == GUARD_CALL:
@@ -1644,7 +1717,8 @@ def _table() -> dict[str, Callable[[Step], list[AnyRelation]]]:
     add(Step.unstacked, "unstack")
     add(Step.zeros, "zeros_like full_like")
     add(Step.transformed, "fft")
-    add(Step.matrices, "cholesky triangular_solve lu eigh eig svd qr geqrf householder_product tridiagonal_solve schur")
+    add(Step.matrices, "cholesky lu eigh eig svd qr geqrf householder_product tridiagonal_solve schur")
+    add(Step.solved, "triangular_solve")
     add(Step.contracted, "dot_general")
     add(Step.convolved, "conv_general_dilated")
     add(Step.gathered_rows, "gather")

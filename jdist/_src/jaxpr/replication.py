@@ -204,9 +204,18 @@ _REPEATED_SUM = (
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}  # the registry of warnings that are shown once per line
 
 
+_found: list[type[Warning]] = []  # the categories of all warnings so far, shown or not
+
+
 def warn_once(message: str, category: type[Warning], place: source_lines.Frame) -> None:
     """Warns on a line of the user's code, at most once per line unless the user's filters show warnings more often."""
+    _found.append(category)
     warnings.warn_explicit(message, category, place.file, place.line, registry=_warned)
+
+
+def num_warnings() -> int:
+    """Returns how often `warn_once` was called."""
+    return len(_found)
 
 
 def _line_of_sum(equation: Equation, jaxpr: Jaxpr) -> source_lines.Frame | None:
