@@ -1,29 +1,38 @@
+"""Usage: python run_seeds.py START END. Prints each wrong verdict, and the number of verdicts and of true relations."""
+
+import collections
+import gc
+import pathlib
 import sys
 import time
-import collections
-sys.path[:0] = ["/tmp/h3/tests/kit"]
-import os
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 import traceback
-import random_steps as rs
-start, end = int(sys.argv[1]), int(sys.argv[2])
-T = collections.Counter(); C = collections.Counter(); O = collections.Counter(); E = 0
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "tests" / "kit"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "tests" / "jaxpr"))
+
+import random_steps
+import test_equivalence_programs as properties
+
+gc.set_threshold(100_000, 50, 50)
+seconds, truths, verdicts, pairs, operations = (collections.Counter() for _ in range(5))
+start, end = map(int, sys.argv[1:3])
+began = time.perf_counter()
 for seed in range(start, end):
-    p = rs.random_program(seed)
     try:
-        t0 = time.perf_counter()
-        l1, l2 = [], []
-        local = p.trace(p.num_replicas, l1); t1 = time.perf_counter()
-        whole = p.trace(1, l2); t2 = time.perf_counter()
-        assert l1 == l2
-        truths = rs.true_relations(p, local, whole); t3 = time.perf_counter()
-        T["local"] += t1-t0; T["whole"] += t2-t1; T["truth"] += t3-t2
-        T["eqns"] += len(local.eqns)
-        C.update(t.kind for t in truths)
-        O.update(x.split()[0] for x in l1)
+        case = properties.Case(seed)
     except Exception:
-        E += 1
-        print("SEED", seed, "\n".join(l1)); traceback.print_exc(limit=-3)
-        if E > 5: break
-n = end - start
-print({k: round(v / n * 1000, 1) for k, v in T.items()}, C, O.most_common())
+        print("=== seed", seed, "raised")
+        traceback.print_exc(limit=-4)
+        continue
+    seconds.update(case.seconds)
+    operations.update(line.split()[0] for line in case.log)
+    for output, verdict in enumerate(case.verdicts):
+        truth = case.comparison.kind(output)
+        pairs[truth, verdict] += 1
+        if case.comparison.problem(output, verdict):
+            print(f"=== {case.describe(output)}\n", flush=True)
+count = end - start
+print({name: f"{1000 * value / count:.1f} ms" for name, value in seconds.items()}, f"{count / (time.perf_counter() - began):.1f} programs/s")
+for (truth, verdict), number in sorted(pairs.items()):
+    print(f"{truth:10} {verdict:15} {number:6} {number / pairs.total():.1%}")
+print({name: operations[name] for name in [*random_steps.OPERATIONS, "output"]})
