@@ -10,8 +10,9 @@ import traceback
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "tests" / "kit"))
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "tests" / "jaxpr"))
 
-import random_steps
 import test_equivalence_programs as properties
+
+import random_steps
 
 gc.set_threshold(100_000, 50, 50)
 seconds, truths, verdicts, pairs, operations = (collections.Counter() for _ in range(5))
@@ -32,7 +33,10 @@ for seed in range(start, end):
         if case.comparison.problem(output, verdict):
             print(f"=== {case.describe(output)}\n", flush=True)
 count = end - start
-print({name: f"{1000 * value / count:.1f} ms" for name, value in seconds.items()}, f"{count / (time.perf_counter() - began):.1f} programs/s")
+print(
+    {name: f"{1000 * value / count:.1f} ms" for name, value in seconds.items()},
+    f"{count / (time.perf_counter() - began):.1f} programs/s",
+)
 for (truth, verdict), number in sorted(pairs.items()):
     print(f"{truth:10} {verdict:15} {number:6} {number / pairs.total():.1%}")
 print({name: operations[name] for name in [*random_steps.OPERATIONS, "output"]})

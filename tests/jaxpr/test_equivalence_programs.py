@@ -3,15 +3,17 @@
 import collections
 import time
 
+import jax
+import numpy as np
 import pytest
-
-import random_steps
-from random_steps import AXIS, Comparison, random_program
 
 try:
     from jdist._src.jaxpr.equivalence import REPLICATED, Relation, relate
 except ImportError:  # TODO: remove with the stub below when the analysis exists.
     relate = None
+
+import random_steps
+from random_steps import AXIS, Comparison, random_program
 
 MAX_UNKNOWN = 1.0  # the largest share of outputs whose relation may be unknown
 
@@ -79,6 +81,20 @@ def test_verdicts_on_random_programs_are_right():
 @pytest.mark.slow
 def test_verdicts_on_many_random_programs_are_right():
     check_programs(range(400, 3400))
+
+
+def test_replicas_compute_the_results_that_verdicts_are_compared_with():
+    """The results in float64 by numpy, against those of XLA."""
+    for seed in range(12):
+        program = random_program(seed)
+        trace = program.trace(program.num_replicas)
+        comparison = Comparison(program, trace, program.trace(1))
+        inputs = program.inputs(1, 0)
+        many, _ = comparison.results(inputs)
+        args = random_steps.arguments(inputs, program.num_replicas, 0)
+        run = random_steps.on_replicas(trace, program.num_replicas)
+        for result, expected in zip(many[0], jax.jit(run)(*args), strict=True):
+            np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-4, err_msg=f"{program}")
 
 
 def test_random_programs_have_every_relation_often():

@@ -19,7 +19,9 @@ from jdist._src.jaxpr.interpreter import Interpreter
 def evaluate(program: Any, arguments: Sequence[Any]) -> list[np.ndarray]:
     """Returns the outputs of a closed jaxpr without collectives."""
     with np.errstate(all="ignore"):
-        return _Numpy().run(jax_compat.open_jaxpr(program), list(map(_wide, program.consts)), list(map(_wide, arguments)))
+        return _Numpy().run(
+            jax_compat.open_jaxpr(program), list(map(_wide, program.consts)), list(map(_wide, arguments))
+        )
 
 
 def _wide(value: Any) -> Any:
@@ -67,7 +69,10 @@ class _Numpy(Interpreter[Any]):
         carry = list(carry)
         while (more := np.asarray(test(carry))).any():  # `jax.vmap` makes a predicate per replica
             new = body(carry)
-            carry = [np.where(more.reshape(more.shape + (1,) * (a.ndim - more.ndim)), a, b) for a, b in zip(new, carry, strict=True)]
+            carry = [
+                np.where(more.reshape(more.shape + (1,) * (a.ndim - more.ndim)), a, b)
+                for a, b in zip(new, carry, strict=True)
+            ]
         return carry
 
     def scan(self, equation: Any, body: Any, carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
@@ -127,15 +132,24 @@ def _dot_general(a, b, dimension_numbers, **_):
 
 
 def _pad(a, value, padding_config):
-    shape = [size + max(size - 1, 0) * inner + low + high for size, (low, high, inner) in zip(a.shape, padding_config, strict=True)]
+    shape = [
+        size + max(size - 1, 0) * inner + low + high
+        for size, (low, high, inner) in zip(a.shape, padding_config, strict=True)
+    ]
     low = [max(one[0], 0) for one in padding_config]
-    large = np.full([size + max(-one[0], 0) + max(-one[1], 0) for size, one in zip(shape, padding_config, strict=True)], value, a.dtype)
+    large = np.full(
+        [size + max(-one[0], 0) + max(-one[1], 0) for size, one in zip(shape, padding_config, strict=True)],
+        value,
+        a.dtype,
+    )
     spans = [
         slice(start, start + size + max(size - 1, 0) * one[2], one[2] + 1)
         for start, size, one in zip(low, a.shape, padding_config, strict=True)
     ]
     large[tuple(spans)] = a
-    return large[tuple(slice(max(-one[0], 0), max(-one[0], 0) + size) for one, size in zip(padding_config, shape, strict=True))]
+    return large[
+        tuple(slice(max(-one[0], 0), max(-one[0], 0) + size) for one, size in zip(padding_config, shape, strict=True))
+    ]
 
 
 def _slice(a, start_indices, limit_indices, strides):
@@ -189,7 +203,9 @@ def _gather(a, indices, dimension_numbers, slice_sizes, mode, fill_value, **_):
         start, is_inside = _window(a.shape, slice_sizes, indices[position], position, numbers.start_index_map,
                                    numbers.operand_batching_dims, numbers.start_indices_batching_dims, mode)  # fmt: skip
         if is_inside:
-            result[position] = a[tuple(slice(i, i + n) for i, n in zip(start, slice_sizes, strict=True))].reshape(window)
+            result[position] = a[tuple(slice(i, i + n) for i, n in zip(start, slice_sizes, strict=True))].reshape(
+                window
+            )
     others = [axis for axis in range(result.ndim) if axis not in numbers.offset_dims]
     return np.moveaxis(result, range(result.ndim), [*others, *numbers.offset_dims])
 
@@ -257,7 +273,10 @@ _RULES: dict[str, Callable[..., Any]] = {
     "optimization_barrier": lambda *operands: operands,
     "integer_pow": lambda a, y: a**y if y >= 0 else 1 / a**-y,
     "iota": lambda dtype, shape, dimension, **_: np.broadcast_to(
-        np.arange(shape[dimension], dtype=_dtype(dtype)).reshape([-1 if i == dimension else 1 for i in range(len(shape))]), shape
+        np.arange(shape[dimension], dtype=_dtype(dtype)).reshape(
+            [-1 if i == dimension else 1 for i in range(len(shape))]
+        ),
+        shape,
     ),
     "concatenate": lambda *operands, dimension: np.concatenate(operands, dimension),
     "stack": lambda *operands, axis: np.stack(operands, axis),

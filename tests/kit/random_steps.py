@@ -22,7 +22,9 @@ from numpy_jaxprs import evaluate
 AXIS = "replica"
 FEATURES, CLASSES = 3, 4
 REPLICATED_INPUTS, BATCHES = 4, 4  # the inputs of a program
-Dims = tuple[int | str, ...]  # the name of a size that depends on the number of replicas: products of `b` and of numbers, `n`, `g`
+Dims = tuple[
+    int | str, ...
+]  # the name of a size that depends on the number of replicas: products of `b` and of numbers, `n`, `g`
 
 
 class Value(NamedTuple):
@@ -74,7 +76,9 @@ class Sizes(NamedTuple):
         if not isinstance(dim, str):
             return dim
         base, *factors = dim.split("*")
-        size = {"b": self.batch, "n": self.replicas, "g": self.whole_batch, "b/m": self.batch // self.micro_batches}[base]
+        size = {"b": self.batch, "n": self.replicas, "g": self.whole_batch, "b/m": self.batch // self.micro_batches}[
+            base
+        ]
         return size * math.prod(map(int, factors))
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
@@ -112,7 +116,9 @@ class Program(NamedTuple):
                 Value(x, ("b", FEATURES), 2.0, "split"),
                 Value(y, ("b",), 2.0, "split"),
             ]
-            builder = Builder(np.random.default_rng(self.seed), sizes, values, labels, mask, log if log is not None else [])
+            builder = Builder(
+                np.random.default_rng(self.seed), sizes, values, labels, mask, log if log is not None else []
+            )
             builder.steps(int(builder.rng.integers(3, 11)))
             return tuple(value.array for value in builder.outputs(int(builder.rng.integers(1, 5))))
 
@@ -156,7 +162,14 @@ class Builder:
     """Applies random operations to values. Each choice is a draw of `rng` that depends on symbolic shapes only."""
 
     def __init__(self, rng, sizes, values, labels, mask, log, *, depth=0, smooth=False, collectives=True, batched=True):
-        self.rng, self.sizes, self.values, self.labels, self.mask, self.log = rng, sizes, list(values), labels, mask, log
+        self.rng, self.sizes, self.values, self.labels, self.mask, self.log = (
+            rng,
+            sizes,
+            list(values),
+            labels,
+            mask,
+            log,
+        )
         self.depth, self.smooth, self.collectives, self.batched = depth, smooth, collectives, batched
         self.inputs = len(self.values)
 
@@ -227,7 +240,12 @@ class Builder:
             from_batch = [value for value in new if value.role != "param"]
             value = self.one_of(from_batch if from_batch and self.chance(0.95) else new)
             if value.role == "split" and value.is_float and value.batch_axes and self.chance(0.93):
-                value = _reduce(self, value, tuple(value.batch_axes), self.one_of(["sum", "mean", "mean", "max", "var"]))
+                value = _reduce(
+                    self, value, tuple(value.batch_axes), self.one_of(["sum", "mean", "mean", "max", "var"])
+                )
+            elif not value.is_replicated and value.is_float and value.dims and self.chance(0.7):
+                axes = [axis for axis, dim in enumerate(value.dims) if isinstance(dim, str) and dim != "g"]
+                value = _reduce(self, value, tuple(axes), self.one_of(["sum", "mean"])) if axes else value
             if not value.is_replicated and self.chance(0.8):
                 value = _collective(self, value)
             if value.dims == (FEATURES,) and value.is_float and self.chance(0.3):
@@ -238,7 +256,9 @@ class Builder:
             outputs.append(value)
         return outputs
 
-    def block(self, size: int = 3, smooth: bool = False, collectives: bool = True, batched: bool = True, closure: int = 3):
+    def block(
+        self, size: int = 3, smooth: bool = False, collectives: bool = True, batched: bool = True, closure: int = 3
+    ):
         """Returns a random function of values to a value of the first argument's dims, or of any dims.
 
         Each call of the function starts a generator of the same seed, so JAX may trace it any number of times.
@@ -410,7 +430,9 @@ def op_binary(b: Builder):
     a, c = _pair(b)
     name = b.one_of(["add", "add", "sub", "sub", "mul", "mul", "mul", "div", "max", "min", "where", "hypot", "compare"])
     if name in ("add", "sub"):
-        return Value((a.array + c.array) if name == "add" else (a.array - c.array), a.dims, a.bound + c.bound, _added(a, c))
+        return Value(
+            (a.array + c.array) if name == "add" else (a.array - c.array), a.dims, a.bound + c.bound, _added(a, c)
+        )
     if name == "mul":
         return Value(a.array * c.array, a.dims, a.bound * c.bound, _multiplied(a, c))
     if name == "div":
@@ -480,7 +502,13 @@ def op_matmul(b: Builder):
     c = b.pick(lambda value: len(value.dims) in (1, 2) and value.dims[0] == a.dims[-1])
     over_batch = "b" in str(a.dims[-1])
     dims = a.dims[:-1] + c.dims[1:]
-    role = "sum" if over_batch and {a.role, c.role} <= {"split", "rep", "param"} else "other" if over_batch else _multiplied(a, c)
+    role = (
+        "sum"
+        if over_batch and {a.role, c.role} <= {"split", "rep", "param"}
+        else "other"
+        if over_batch
+        else _multiplied(a, c)
+    )
     size = 16 if isinstance(a.dims[-1], str) else a.dims[-1]
     return Value(a.array @ c.array, dims, a.bound * c.bound * size * 0.5, role)
 
@@ -506,7 +534,13 @@ def op_einsum(b: Builder):
         result = result[::-1]
     reduced = [str(dim) for letter, dim in dim_of.items() if letter not in result]
     over_batch = any("b" in dim for dim in reduced)
-    role = "sum" if over_batch and {a.role, c.role} <= {"split", "rep", "param"} else "other" if over_batch else _multiplied(a, c)
+    role = (
+        "sum"
+        if over_batch and {a.role, c.role} <= {"split", "rep", "param"}
+        else "other"
+        if over_batch
+        else _multiplied(a, c)
+    )
     array = jnp.einsum(f"{','.join(subscripts)}->{result}", a.array, c.array)
     return Value(array, tuple(dim_of[letter] for letter in result), a.bound * c.bound * 4 ** len(reduced), role)
 
@@ -657,7 +691,9 @@ def _reduce(b: Builder, a: Value, axes: tuple[int, ...], kind: str) -> Value:
     if a.role in ("max", "min") and kind == a.role:
         role = kind
     if over_batch and a.role == "split":
-        role = {"sum/size": "mean", "std": "other", "var": "other", "logsumexp": "other", "norm": "other"}.get(kind, kind)
+        role = {"sum/size": "mean", "std": "other", "var": "other", "logsumexp": "other", "norm": "other"}.get(
+            kind, kind
+        )
         if kind in ("any", "count", "sum/local batch"):
             role = {"any": "max", "count": "sum", "sum/local batch": "sum"}[kind]
     array, dtype = a.array, a.array.dtype
@@ -686,7 +722,22 @@ def _reduce(b: Builder, a: Value, axes: tuple[int, ...], kind: str) -> Value:
     return Value(array, dims, bound, role)
 
 
-KINDS = ["sum", "sum", "mean", "mean", "max", "min", "sum/size", "sum/local batch", "var", "std", "logsumexp", "norm", "any", "count"]
+KINDS = [
+    "sum",
+    "sum",
+    "mean",
+    "mean",
+    "max",
+    "min",
+    "sum/size",
+    "sum/local batch",
+    "var",
+    "std",
+    "logsumexp",
+    "norm",
+    "any",
+    "count",
+]
 
 
 @operation(8)
@@ -705,11 +756,17 @@ ALONG = {
     "sort": (jnp.sort, None),
     "cummax": (lax.cummax, None),
     "center": (lambda a, axis: a - jnp.mean(a, axis, keepdims=True), None),
-    "standardize": (lambda a, axis: (a - a.mean(axis, keepdims=True)) / jnp.sqrt(a.var(axis, keepdims=True) + 0.1), None),
+    "standardize": (
+        lambda a, axis: (a - a.mean(axis, keepdims=True)) / jnp.sqrt(a.var(axis, keepdims=True) + 0.1),
+        None,
+    ),
     "normalize": (lambda a, axis: a / (0.1 + jnp.sum(jnp.abs(a), axis, keepdims=True)), 1.0),
     "divide by sum": (lambda a, axis: jnp.exp(0.1 * a) / jnp.sum(jnp.exp(0.1 * a), axis, keepdims=True), 1.0),
     "argmax": (lambda a, axis: jax.nn.one_hot(jnp.argmax(a, axis), a.shape[axis], axis=axis, dtype=a.dtype), 1.0),
-    "diff": (lambda a, axis: jnp.concatenate([jnp.diff(a, axis=axis), lax.slice_in_dim(a, 0, 1, axis=axis)], axis), None),
+    "diff": (
+        lambda a, axis: jnp.concatenate([jnp.diff(a, axis=axis), lax.slice_in_dim(a, 0, 1, axis=axis)], axis),
+        None,
+    ),
 }
 
 
@@ -803,12 +860,14 @@ def op_count(b: Builder):
 
 @batched(2)
 def op_accuracy_or_loss(b: Builder):
-    logits = b.pick(lambda value: value.dims == ("b", CLASSES))
+    logits = b.pick(lambda value: value.dims == ("b", CLASSES)) if b.chance(0.4) else op_logits(b)
     if b.chance(0.3):
         hits = (jnp.argmax(logits.array, -1) == b.labels).astype(logits.array.dtype)
     else:
         hits = -jnp.sum(jax.nn.log_softmax(logits.array) * jax.nn.one_hot(b.labels, CLASSES), -1)
-    return _reduce(b, Value(hits, ("b",), logits.bound + 2, _nonlinear(logits)), (0,), b.one_of(["sum", "mean", "sum/size"]))
+    return _reduce(
+        b, Value(hits, ("b",), logits.bound + 2, _nonlinear(logits)), (0,), b.one_of(["sum", "mean", "sum/size"])
+    )
 
 
 @batched(2)
@@ -826,7 +885,10 @@ RIGHT = {"sum": "psum", "mean": "pmean", "max": "pmax", "min": "pmin"}
 def _collective(b: Builder, a: Value, name: str | None = None) -> Value:
     if name is None and a.role in RIGHT and b.chance(0.75):
         name = RIGHT[a.role]
-    name = name or b.one_of(["psum", "pmean", "pmean", "psum/n", "psum/number", "gather mean", "gather sum"] + ["pmax", "pmin"] * (not b.smooth))
+    name = name or b.one_of(
+        ["psum", "pmean", "pmean", "psum/n", "psum/number", "gather mean", "gather sum"]
+        + ["pmax", "pmin"] * (not b.smooth)
+    )
     if b.smooth and name in ("pmax", "pmin"):
         name = "pmean"
     array, n = a.array, b.sizes.replicas
@@ -869,17 +931,25 @@ def op_gather(b: Builder):
     return Value(array, ("n", *a.dims), a.bound, "rep")
 
 
+def _gathered(b: Builder) -> Value:
+    """Returns a value of all examples."""
+    if b.chance(0.5):
+        return b.pick(lambda value: value.dims[:1] == ("g",))
+    a = b.split()
+    return Value(lax.all_gather(a.array, AXIS, tiled=True), ("g", *a.dims[1:]), a.bound, "rep")
+
+
 @collective(1)
 def op_own_part(b: Builder):
     """The examples of this replica from an array of all examples."""
-    a = b.pick(lambda value: value.dims[:1] == ("g",))
+    a = _gathered(b)
     start = lax.axis_index(AXIS) * b.sizes.batch
     return Value(lax.dynamic_slice_in_dim(a.array, start, b.sizes.batch), ("b", *a.dims[1:]), a.bound, "split")
 
 
 @collective(1)
 def op_scatter_sum(b: Builder):
-    a = b.pick(lambda value: value.dims[:1] == ("g",))
+    a = _gathered(b)
     array = lax.psum_scatter(a.array, AXIS, tiled=True)
     if b.chance(0.5):
         array = array / lax.axis_size(AXIS)
@@ -926,14 +996,20 @@ def op_number_of_replicas(b: Builder):
 def op_permute(b: Builder):
     a, n = b.pick(), b.sizes.replicas
     array = lax.ppermute(a.array, AXIS, [(i, (i + 1) % n) for i in range(n)])
-    return Value(array, a.dims, a.bound, a.role if a.role in ("sum", "mean", "max", "min") else "split" if a.role == "split" else "other")
+    return Value(
+        array,
+        a.dims,
+        a.bound,
+        a.role if a.role in ("sum", "mean", "max", "min") else "split" if a.role == "split" else "other",
+    )
 
 
 @collective(1)
 def op_all_to_all(b: Builder):
-    a = b.pick(lambda value: value.dims[:1] == ("g",))
-    array = lax.all_to_all(a.array, AXIS, 0, 0, tiled=True)
-    return Value(array, a.dims, a.bound, "other")
+    a, c = _gathered(b), b.split()
+    # `jax.vmap` of an `all_to_all` of a replicated array has a wrong shape in jax 0.12, so the operand varies.
+    array = lax.all_to_all(a.array * jnp.mean(c.array), AXIS, 0, 0, tiled=True)
+    return Value(array, a.dims, a.bound * c.bound, "other")
 
 
 @operation(3, is_collective=True, is_batched=True)
@@ -942,7 +1018,9 @@ def op_global_mean(b: Builder):
     mask = b.mask.astype(a.array.dtype)
     weights = b.one_of([mask, jnp.abs(b.split(1).array) + 0.1, jnp.ones_like(a.array)])
     total, count = jnp.sum(a.array * weights), jnp.sum(weights)
-    kind = b.one_of(["right", "right", "count of one replica", "mean of quotients", "sum of counts only", "two means", "batch size"])
+    kind = b.one_of(
+        ["right", "right", "count of one replica", "mean of quotients", "sum of counts only", "two means", "batch size"]
+    )
     guard = b.one_of([lambda c: jnp.maximum(c, 1), lambda c: c + 0.5, lambda c: jnp.where(c > 0.05, c, 1.0)])
     if kind == "right":
         array = lax.psum(total, AXIS) / guard(lax.psum(count, AXIS))
@@ -956,7 +1034,9 @@ def op_global_mean(b: Builder):
         array = lax.pmean(total, AXIS) / guard(lax.pmean(count, AXIS) * (lax.axis_size(AXIS) if b.chance(0.5) else 1))
     else:
         array = lax.psum(total, AXIS) / lax.psum(a.array.shape[0], AXIS)
-    return Value(array, (), a.bound * 3, "rep" if kind not in ("sum of counts only", "count of one replica") else "other")
+    return Value(
+        array, (), a.bound * 3, "rep" if kind not in ("sum of counts only", "count of one replica") else "other"
+    )
 
 
 @operation(2, is_collective=True, is_batched=True)
@@ -990,7 +1070,9 @@ def op_disguise(b: Builder):
         "x-x": lambda: x - x,
         "0*x": lambda: 0 * x,
         "sum-sum": lambda: (x + y) - (y + x),
-        "centered": lambda: jnp.sum(x - jnp.mean(x, 0, keepdims=True), 0, keepdims=True) * jnp.ones_like(x) if x.ndim else x * 0,
+        "centered": lambda: (
+            jnp.sum(x - jnp.mean(x, 0, keepdims=True), 0, keepdims=True) * jnp.ones_like(x) if x.ndim else x * 0
+        ),
         "min": lambda: jnp.minimum(jnp.abs(x), 0.0),
         "distributive": lambda: 0.5 * (x + y) - 0.5 * x - 0.5 * y,
         "product": lambda: x * y - y * x,
@@ -1010,7 +1092,7 @@ def op_disguise(b: Builder):
         "where": lambda: jnp.where(y > 0.1, x, x),
         "max": lambda: jnp.maximum(x, x),
         "there and back": lambda: x + y - y,
-        "negate": lambda: -(-x),
+        "negate": lambda: jnp.negative(-x),
         "transpose": lambda: x.T.T,
         "wide clip": lambda: jnp.clip(x, -1e4, 1e4),
         "concatenate": lambda: jnp.concatenate([x, y], -1)[..., : x.shape[-1]] if x.ndim else x,
@@ -1046,7 +1128,21 @@ def op_disguise(b: Builder):
 @batched(2)
 def op_disguised_sum(b: Builder):
     a = b.split()
-    kind = b.one_of(["sorted", "cumsum", "reverse", "matmul", "scan", "non-negative", "merged", "two sums", "centered", "softmax", "abs"])
+    kind = b.one_of(
+        [
+            "sorted",
+            "cumsum",
+            "reverse",
+            "matmul",
+            "scan",
+            "non-negative",
+            "merged",
+            "two sums",
+            "centered",
+            "softmax",
+            "abs",
+        ]
+    )
     x = a.array
     role = "sum" if a.role == "split" else "other"
     rest, bound = a.dims[1:], a.bound * 10
@@ -1172,7 +1268,12 @@ def op_vmap(b: Builder):
 
     array = jax.vmap(fn, in_axes=(axis, 0))(a.array, other.array)
     role = _join(a, other)
-    return Value(array, (a.dims[axis], *info[-1].dims), info[-1].bound, role if info[-1].role in ("split", "rep", "param") else "other")
+    return Value(
+        array,
+        (a.dims[axis], *info[-1].dims),
+        info[-1].bound,
+        role if info[-1].role in ("split", "rep", "param") else "other",
+    )
 
 
 @batched(1)
@@ -1233,7 +1334,9 @@ def op_scan(b: Builder):
     role = "sum" if is_sum and xs.role == "split" and carry.is_replicated else "other"
     results = [Value(total, carry.dims, 80.0, role)]
     if b.chance(0.5):
-        results.append(Value(ys, (xs.dims[0],), xs.bound * 16, "split" if over_examples and xs.role == "split" else "other"))
+        results.append(
+            Value(ys, (xs.dims[0],), xs.bound * 16, "split" if over_examples and xs.role == "split" else "other")
+        )
     return results
 
 
@@ -1256,7 +1359,9 @@ def op_fori_examples(b: Builder):
         row = a._replace(array=lax.dynamic_index_in_dim(a.array, i, keepdims=False), dims=a.dims[1:])
         return total + block(row, dims=row.dims).array
 
-    return Value(lax.fori_loop(0, a.array.shape[0], body, start.array), a.dims[1:], 80.0, "sum" if a.role == "split" else "other")
+    return Value(
+        lax.fori_loop(0, a.array.shape[0], body, start.array), a.dims[1:], 80.0, "sum" if a.role == "split" else "other"
+    )
 
 
 @operation(1, is_nested=True, is_smooth=False)
@@ -1277,7 +1382,9 @@ def op_while(b: Builder):
 
 @operation(2)
 def op_count_guard(b: Builder):
-    a = b.pick(lambda value: not value.is_float, floats=False)
+    a = op_count(b) if b.batched and b.chance(0.5) else b.pick(lambda value: not value.is_float, floats=False)
+    if b.collectives and not a.is_replicated and b.chance(0.6):
+        a = _collective(b, a, b.one_of(["psum", "psum", "pmax"]) if not b.smooth else "psum")
     kind = b.one_of(["max", "float", "inverse"])
     if kind == "max":
         return a._replace(array=jnp.maximum(a.array, 1), role=_nonlinear(a))
@@ -1293,6 +1400,21 @@ _SMOOTH_NAMES = [name for name in _NAMES if OPERATIONS[name].is_smooth]
 # The relation of both programs, by running them.
 
 
+def on_replicas(trace: Any, replicas: int) -> Callable[..., list[jax.Array]]:
+    """Returns the function of a trace on all replicas at once: of batches `[replica, example, ...]` to results `[replica, ...]`."""
+    jaxpr, _ = partial_eval.dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)
+    fn = jaxpr_as_fun(trace.replace(jaxpr=jaxpr))
+    return jax.vmap(fn, in_axes=(None,) * REPLICATED_INPUTS + (0,) * BATCHES, axis_name=AXIS, axis_size=replicas)
+
+
+def arguments(inputs: Sequence[np.ndarray], replicas: int, sample: int) -> list[np.ndarray]:
+    """Returns the arguments of `on_replicas` for one sample of `Program.inputs`."""
+    return [
+        value[sample] if i < REPLICATED_INPUTS else value[sample].reshape(replicas, -1, *value.shape[2:])
+        for i, value in enumerate(inputs)
+    ]
+
+
 class Comparison:
     """Compares the results of a program on N replicas with those of one replica with the whole batch, in float64.
 
@@ -1304,7 +1426,7 @@ class Comparison:
     def __init__(self, program: Program, local: Any, whole: Any):
         """`local` and `whole` are the traces of `program` for its number of replicas, and for one."""
         self._program = program
-        self._programs = [(n, self._on_replicas(trace, n)) for n, trace in ((program.num_replicas, local), (1, whole))]
+        self._programs = [(n, self._batched(trace, n)) for n, trace in ((program.num_replicas, local), (1, whole))]
         self.errors = self._errors(3, 0)
 
     def kind(self, output: int) -> str:
@@ -1323,27 +1445,18 @@ class Comparison:
             return "is not equivalent, but equal for all of 63 inputs"
         return None
 
-    def _on_replicas(self, trace: Any, replicas: int) -> Any:
-        jaxpr, _ = partial_eval.dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)
-        fn = jaxpr_as_fun(trace.replace(jaxpr=jaxpr))
-        fn = jax.vmap(fn, in_axes=(None,) * REPLICATED_INPUTS + (0,) * BATCHES, axis_name=AXIS, axis_size=replicas)
-        return jax.make_jaxpr(fn)(*self._arguments(self._program.inputs(1, 0), replicas, 0))
+    def _batched(self, trace: Any, replicas: int) -> Any:
+        return jax.make_jaxpr(on_replicas(trace, replicas))(*arguments(self._program.inputs(1, 0), replicas, 0))
 
-    def _arguments(self, inputs: Sequence[np.ndarray], replicas: int, sample: int) -> list[np.ndarray]:
-        return [
-            value[sample] if i < REPLICATED_INPUTS else value[sample].reshape(replicas, -1, *value.shape[2:])
-            for i, value in enumerate(inputs)
-        ]
-
-    def _results(self, inputs: Sequence[np.ndarray]) -> list[list[list[np.ndarray]]]:
+    def results(self, inputs: Sequence[np.ndarray]) -> list[list[list[np.ndarray]]]:
         """Returns the outputs `[replica, ...]` for each sample, for each program."""
         return [
-            [evaluate(jaxpr, self._arguments(inputs, replicas, sample)) for sample in range(len(inputs[0]))]
+            [evaluate(jaxpr, arguments(inputs, replicas, sample)) for sample in range(len(inputs[0]))]
             for replicas, jaxpr in self._programs
         ]
 
     def _errors(self, samples: int, seed: int) -> list[float]:
-        many, one = self._results(self._program.inputs(samples, seed))
+        many, one = self.results(self._program.inputs(samples, seed))
         return [_difference(*pair) for pair in zip(zip(*many, strict=True), zip(*one, strict=True), strict=True)]
 
     def _is_ill_conditioned(self, output: int) -> bool:
@@ -1351,16 +1464,19 @@ class Comparison:
         inputs = self._program.inputs(3, 0)
         rng = np.random.default_rng(0)
         moved = [a * (1 + 1e-12 * rng.uniform(-1, 1, a.shape)) if a.dtype.kind == "f" else a for a in inputs]
-        pairs = zip(self._results(inputs), self._results(moved), strict=True)
+        pairs = zip(self.results(inputs), self.results(moved), strict=True)
         return any(
-            _difference([sample[output] for sample in results], [sample[output] for sample in moved_results]) > TOLERANCE
+            _difference([sample[output] for sample in results], [sample[output] for sample in moved_results])
+            > TOLERANCE
             for results, moved_results in pairs
         )
 
 
 def part_of(trace: Any, output: int) -> Any:
     """Returns the jaxpr of one output of a trace."""
-    return partial_eval.dce_jaxpr(trace.jaxpr, [i == output for i in range(len(trace.jaxpr.outvars))], instantiate=True)[0]
+    return partial_eval.dce_jaxpr(
+        trace.jaxpr, [i == output for i in range(len(trace.jaxpr.outvars))], instantiate=True
+    )[0]
 
 
 TOLERANCE = 1e-9
