@@ -7,33 +7,24 @@ import jax
 import numpy as np
 import pytest
 
-try:
-    from jdist._src.jaxpr.equivalence import REPLICATED, Relation, relate
-except ImportError:  # TODO: remove with the stub below when the analysis exists.
-    relate = None
+from jdist._src.jaxpr.equivalence import relate
+from jdist._src.jaxpr.equivalence_verdict import verdict_of
+from jdist._src.jaxpr.relations import REPLICATED, Relation
+from jdist._src.jaxpr.replication import may_vary
 
 import random_steps
-from random_steps import AXIS, Comparison, random_program
+from random_steps import AXIS, BATCHES, REPLICATED_INPUTS, Comparison, random_program
 
-MAX_UNKNOWN = 1.0  # the largest share of outputs whose relation may be unknown
-
-
-def relations_of(local, whole, num_replicas):
-    """Returns the relation of each output, and the stub's relation while there is no analysis."""
-    if relate is None:
-        return [_Unknown()] * len(local.jaxpr.outvars)
-    split = Relation.split((AXIS,), 0)
-    inputs = [REPLICATED] * random_steps.REPLICATED_INPUTS + [split] * random_steps.BATCHES
-    return relate(local, whole, inputs, {AXIS: num_replicas})
-
-
-class _Unknown:
-    def verdict(self):
-        return "unknown"
+MAX_UNKNOWN = 1.0  # the largest share of verdicts that may be "unknown"
 
 
 class Case:
-    """The verdicts on the program of a seed, and its true relations."""
+    """The verdicts on the program of a seed, and its true relations.
+
+    Attributes:
+        verdicts: By the number of an output and the kind as which it is read, the verdict. Outputs that are proved replicated are read
+            as "replicated", others as "split", "sum" and "mean".
+    """
 
     def __init__(self, seed):
         self.seconds = collections.Counter()
@@ -43,23 +34,35 @@ class Case:
         self.local, self.whole = program.trace(program.num_replicas, self.log), program.trace(1, whole_log)
         assert self.log == whole_log, f"the traces of seed {seed} differ"
         traced = time.perf_counter()
-        self.relations = relations_of(self.local, self.whole, program.num_replicas)
-        self.verdicts = [relation.verdict() for relation in self.relations]
+        sizes = {AXIS: program.num_replicas}
+        inputs = [REPLICATED] * REPLICATED_INPUTS + [Relation.split({0: (AXIS,)})] * BATCHES
+        self.relations = relate(self.local, self.whole, inputs, sizes)
+        varying = may_vary(self.local, [False] * REPLICATED_INPUTS + [True] * BATCHES, (AXIS,))
+        self.verdicts = {
+            (output, kind): verdict_of(self.relations[output], kind, sizes, not varies)
+            for output, varies in enumerate(varying)
+            for kind in (("split", "sum", "mean") if varies else ("replicated",))
+        }
         analyzed = time.perf_counter()
         self.comparison = Comparison(program, self.local, self.whole)
         self.seconds.update(trace=traced - start, analysis=analyzed - traced, run=time.perf_counter() - analyzed)
 
     def problems(self):
         """Returns the descriptions of the wrong verdicts."""
-        return [self.describe(i) for i, verdict in enumerate(self.verdicts) if self.comparison.problem(i, verdict)]
+        return [
+            self.describe(output, kind, problem)
+            for (output, kind), verdict in self.verdicts.items()
+            if not verdict.reason.startswith("in distribution")
+            and (problem := self.comparison.problem(output, verdict.name, kind))
+        ]
 
-    def describe(self, output):
-        relation, verdict = self.relations[output], self.verdicts[output]
-        reason = relation.explain() if hasattr(relation, "explain") else ""
+    def describe(self, output, kind, problem):
+        verdict = self.verdicts[output, kind]
+        reason = "\n".join(verdict.lines)
         jaxpr = random_steps.part_of(self.local, output)
         return (
-            f"{self.program}, output {output}: the analysis says {verdict!r}; it {self.comparison.problem(output, verdict)}\n"
-            f"{relation}\n{reason}\n{jaxpr}\noperations: {'; '.join(self.log)}"
+            f"{self.program}, output {output}, read as {kind}: the verdict is {verdict}; it {problem}\n"
+            f"{self.relations[output]}\n{reason}\n{jaxpr}\noperations: {'; '.join(self.log)}"
         )
 
 
@@ -69,7 +72,7 @@ def check_programs(seeds):
     for seed in seeds:
         case = Case(seed)
         problems += case.problems()
-        verdicts.update(case.verdicts)
+        verdicts.update(verdict.name for verdict in case.verdicts.values())
     assert not problems, f"{len(problems)} wrong verdicts\n\n" + "\n\n".join(problems[:5])
     assert verdicts["unknown"] <= MAX_UNKNOWN * verdicts.total(), verdicts
 
@@ -103,6 +106,6 @@ def test_random_programs_have_every_relation_often():
     for seed in range(100):
         program = random_program(seed)
         comparison = Comparison(program, program.trace(program.num_replicas), program.trace(1))
-        kinds.update(map(comparison.kind, range(len(comparison.errors))))
+        kinds.update(comparison.truth(output) for output in range(len(comparison.results(program.inputs(1, 0))[0][0])))
     assert min(kinds["equal"], kinds["differs"]) > 0.25 * kinds.total(), kinds
     assert kinds["undefined"] < 0.02 * kinds.total(), kinds
