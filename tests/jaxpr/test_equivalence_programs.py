@@ -70,7 +70,11 @@ def check_programs(seeds):
     """Fails if a verdict on the program of a seed is wrong, or if too many are "unknown"."""
     problems, verdicts = [], collections.Counter()
     for seed in seeds:
-        case = Case(seed)
+        try:
+            case = Case(seed)
+        except Exception as error:
+            error.add_note(f"The program of seed {seed}.")
+            raise
         problems += case.problems()
         verdicts.update(verdict.name for verdict in case.verdicts.values())
     assert not problems, f"{len(problems)} wrong verdicts\n\n" + "\n\n".join(problems[:5])
