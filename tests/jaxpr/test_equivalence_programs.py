@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jdist._src.jaxpr.counterexamples import confirmed
 from jdist._src.jaxpr.equivalence import relate
-from jdist._src.jaxpr.equivalence_verdict import verdict_of
+from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, verdict_of
 from jdist._src.jaxpr.relations import REPLICATED, Relation
 from jdist._src.jaxpr.replication import may_vary
 
@@ -38,11 +39,17 @@ class Case:
         inputs = [REPLICATED] * REPLICATED_INPUTS + [Relation.split({0: (AXIS,)})] * BATCHES
         self.relations = relate(self.local, self.whole, inputs, sizes)
         varying = may_vary(self.local, [False] * REPLICATED_INPUTS + [True] * BATCHES, (AXIS,))
-        self.verdicts = {
-            (output, kind): verdict_of(self.relations[output], kind, sizes, not varies)
+        reads = [
+            (output, kind)
             for output, varies in enumerate(varying)
             for kind in (("split", "sum", "mean") if varies else ("replicated",))
-        }
+        ]
+        self.verdicts = {}
+        for output, kind in reads:
+            verdict = verdict_of(self.relations[output], kind, sizes, kind == "replicated")
+            kinds = [kind if i == output else "replicated" for i in range(len(varying))]
+            verdicts = [verdict if i == output else EQUIVALENT for i in range(len(varying))]
+            self.verdicts[output, kind] = confirmed(verdicts, self.local, self.whole, inputs, kinds, sizes)[output]
         analyzed = time.perf_counter()
         self.comparison = Comparison(program, self.local, self.whole)
         self.seconds.update(trace=traced - start, analysis=analyzed - traced, run=time.perf_counter() - analyzed)

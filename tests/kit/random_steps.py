@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from numpy_jaxprs import evaluate
+from jdist._src.jaxpr.numpy_evaluation import evaluate
 
 AXIS = "replica"
 FEATURES, CLASSES = 3, 4

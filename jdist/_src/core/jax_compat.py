@@ -826,6 +826,12 @@ def may_vary_between_replicas(effect: Any) -> bool:
     return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
 
 
+def calls_host(equation: Equation) -> bool:
+    """Whether an equation has a side effect, or calls a function of the host."""
+    has_effect = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+    return has_effect or "callback" in equation.primitive.name
+
+
 def has_debug_effect(equation: Equation) -> bool:
     """Whether an equation, or one inside it, is a callback of `jax.debug`."""
     return any(type(effect).__name__ == "DebugEffect" for effect in equation.effects)

@@ -17,8 +17,9 @@ from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import ProgramSpec, ReplicaResults
 from jdist._src.execution.traced import UserCall
+from jdist._src.jaxpr.counterexamples import confirmed
 from jdist._src.jaxpr.equivalence import relate
-from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict, verdict_of
+from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, Kind, Verdict, verdict_of
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.jaxpr.relations import REPLICATED, AnyRelation, Lost, Relation, Split
 from jdist._src.values.aggregation import VariableAggregation
@@ -137,15 +138,18 @@ def verdicts(
     sizes = {axis: size for axis, size in spec.backend.replicas.axis_sizes if axis in names and size > 1}
     inputs = relations_of_inputs(items, tuple(sizes), spec.context.num_replicas_in_sync)
     try:
-        relations = iter(relate(local, whole.program, inputs, sizes))
-        found = []
-        rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
-        for name, item, wrapper, tree in rows:
-            is_replicated = wrapper is None or wrapper._is_replicated
-            kind = _kind(item, wrapper)
-            leaves = [verdict_of(next(relations), kind, sizes, is_replicated) for _ in jax.tree.leaves(tree)]
-            found.append((name, max(leaves, key=lambda one: _RANK[one.name], default=Verdict("equivalent"))))
-        return found
+        relations = relate(local, whole.program, inputs, sizes)
+        rows = zip(results.items, results.wrappers, results.trees, strict=True)
+        kinds = [_kind(item, wrapper) for item, wrapper, tree in rows for _ in jax.tree.leaves(tree)]
+        leaves = [
+            verdict_of(relation, kind, sizes, kind == "replicated")
+            for relation, kind in zip(relations, kinds, strict=True)
+        ]
+        remaining = iter(confirmed(leaves, local, whole.program, inputs, kinds, sizes))
+        worst = lambda tree: max(
+            [next(remaining) for _ in jax.tree.leaves(tree)], key=lambda one: _RANK[one.name], default=EQUIVALENT
+        )
+        return [(name, worst(tree)) for name, tree in zip(results.names, results.trees, strict=True)]
     except Exception as error:  # an equation in a form that the rules do not know must not stop a step
         reason = f"the analysis failed: {type(error).__name__}: {one_line(str(error))}"
         return [(name, Verdict("unknown", reason)) for name in results.names]

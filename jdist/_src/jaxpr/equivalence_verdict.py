@@ -28,6 +28,7 @@ class Verdict:
         factor: How many times too large a result is that is not equivalent, if this is known; else None.
         fix: What to write, or an empty string.
         by_design: Whether a policy means the results to differ, as local SGD does.
+        may_be_refuted: Whether a difference for random inputs shows that an unknown result is not equivalent.
     """
 
     name: VerdictName
@@ -35,6 +36,7 @@ class Verdict:
     factor: float | None = None
     fix: str = ""
     by_design: bool = False
+    may_be_refuted: bool = False
     _cause: Cause | None = dataclasses.field(default=None, repr=False, compare=False)
     _begin: Site | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -69,10 +71,10 @@ def verdict_of(relation: AnyRelation, kind: Kind, axis_sizes: Mapping[str, int],
     if isinstance(relation, Lost):
         return _of_lost(relation)
     number = math.prod(axis_sizes.values())
-    if relation.is_zero:
-        return EQUIVALENT
     if relation.is_special or relation.is_index or relation.stack:
         return Verdict("unknown", "it depends on the index of the replica")
+    if relation.is_zero and not relation.splits:
+        return EQUIVALENT
     value = relation
     if is_replicated and (value.partial or value.extreme):
         repeated = math.prod(axis_sizes[axis] for axis in value.partial)
@@ -141,7 +143,14 @@ def _times(times: float) -> str:
 
 def _of_lost(lost: Lost) -> Verdict:
     if lost.is_unknown:
-        return Verdict("unknown", _UNKNOWN_REASONS[lost.reason], _cause=lost.cause, _begin=lost.begin)
+        may_be_refuted = lost.reason not in ("input", "order", "doubt")
+        return Verdict(
+            "unknown",
+            _UNKNOWN_REASONS[lost.reason],
+            may_be_refuted=may_be_refuted,
+            _cause=lost.cause,
+            _begin=lost.begin,
+        )
     reason, fix = _REASONS[lost.reason]
     if lost.factor is not None:
         reason, fix = reason.format(times=_times(lost.factor)), _fix_of_factor(lost.factor)
@@ -231,5 +240,6 @@ _UNKNOWN_REASONS = {
     "extreme": "it depends on the greatest or least value of the examples of a replica",
     "doubt": "a constant may be the number of replicas",
     "order": "it combines examples in different orders",
+    "sorted": "it sorts the examples of a replica",
     "part": "it takes a part of the examples",
 }

@@ -208,7 +208,10 @@ class Step:
             values: The relations of operands.
             first: The number of the first of these operands.
         """
-        known = sorted((split for value in values for split in value.splits), key=lambda split: split.regrouped)
+        known = sorted(
+            (split for value in values for split in value.splits),
+            key=lambda split: (not split.is_constant, split.regrouped),
+        )
         splits = {split.dim: split for split in known}
         stack = next((value.stack for value in values if value.stack), None)
         spread = []
@@ -217,7 +220,9 @@ class Step:
             own = {split.dim: split for split in value.splits}
             is_broadcast = lambda dim, shape=shape: not shape or shape[dim] == 1
             for dim, split in splits.items():
-                if own.get(dim, split) != split or dim not in own and not is_broadcast(dim):
+                own_split = own.get(dim, split)
+                is_same = own_split == split or own_split.is_constant and own_split.axes == split.axes
+                if not is_same or dim not in own and not is_broadcast(dim):
                     return self.lost("order", value)
                 if dim not in own and value.partial & set(split.axes):
                     return self.lost("statistic", value)
@@ -336,7 +341,10 @@ class Step:
             if first.is_index or first.offset:
                 return [ZERO if not first.splits else dataclasses.replace(ZERO, splits=first.splits)]
         result = self._with_equal_factors(False)
-        return [result if isinstance(result, Lost) else dataclasses.replace(result, factor=1.0)]
+        if isinstance(result, Lost):
+            return [result]
+        zero_test = first if name == "eq" and second.is_zero else None
+        return [dataclasses.replace(result, factor=1.0, zero_test=zero_test)]
 
     def _is_pure_index(self, value: Relation) -> bool:
         """Whether a multiple of the index is 0 on the first replica only."""
@@ -539,6 +547,9 @@ class Step:
                 return [self._of_first_replica(*cases)]
         if lost := self.lost_operand():
             return [lost]
+        # `where(x == 0, 1, x)` guards a division of what is 0 if `x` is.
+        if len(cases) == 2 and predicate.zero_test is cases[0] and predicate.is_pointwise and cases[0].is_plain:
+            return [dataclasses.replace(cases[0], is_zero=False)]
         if not predicate.is_pointwise:
             return [
                 self._pointwise() if predicate.is_special or predicate.is_index else self.lost("predicate", predicate)
@@ -697,7 +708,7 @@ class Step:
                 return [self.lost("statistic", value)]
             if result.extreme or result.is_key:
                 return [self.lost("extreme", value)]
-            splits = tuple(sorted([*result.splits, Split(axes, dim)], key=lambda s: s.dim))
+            splits = tuple(sorted([*result.splits, Split(axes, dim, is_constant=True)], key=lambda s: s.dim))
             result = dataclasses.replace(result, splits=splits)
         return [result]
 
@@ -758,14 +769,14 @@ class Step:
         for dim in candidates:
             first = math.prod(new[:dim])
             if first and before % first == 0 and before // first and new[dim] % (before // first) == 0:
-                return Split(split.axes, dim, before // first, split.regrouped)
+                return split.replace(dim=dim, outer=before // first)
         for dim in candidates:  # each replica divides its part into micro-batches
             first = math.prod(new[:dim])
             if before and first % before == 0:
-                return Split(split.axes, dim, 1, split.regrouped * (first // before))
+                return split.replace(dim=dim, outer=1, regrouped=split.regrouped * (first // before))
             merged = before // max(split.regrouped, 1)
             if split.regrouped > 1 and merged and merged % max(first, 1) == 0:
-                return Split(split.axes, dim, merged // first, 1)
+                return split.replace(dim=dim, outer=merged // first, regrouped=1)
         return None
 
     def transposed(self) -> list[AnyRelation]:
@@ -996,7 +1007,7 @@ class Step:
         dim = self.params.get("dimension", len(self.shape(0)) - 1)
         if any(split.dim == dim for value in self.operands for split in value.splits):
             partial = next((value for value in self.operands if value.partial), None)
-            return self.every(self.lost("partial", partial) if partial else self.lost("order"))
+            return self.every(self.lost("partial", partial) if partial else self.lost("sorted"))
         if any(value.offset for value in self.operands):
             return self.every(self.lost("index"))
         if self.equation.primitive.name == "sort" and len(self.operands) == 1 and self.operands[0].is_plain:
@@ -1019,7 +1030,9 @@ class Step:
         rank = len(self.shape(0))
         is_known = matrix.is_plain and matrix.factor > 0 and not (value.stack or value.extreme or value.is_special)
         axes = {axis for split in matrix.splits for axis in split.axes}
-        if not is_known or matrix.splits != value.splits or any(split.dim >= rank - 2 for split in value.splits):
+        columns = rank - 1 if self.params["left_side"] else rank - 2
+        shared = tuple(split for split in value.splits if split.dim != columns)
+        if not is_known or matrix.splits != shared or any(split.dim >= rank - 2 for split in shared):
             return [self.lost("no rule")]
         if value.partial & axes:
             return [self.lost("statistic", value)]
@@ -1669,7 +1682,7 @@ def _table() -> dict[str, Callable[[Step], list[AnyRelation]]]:
         acos acosh asin asinh atan atan2 atanh cbrt ceil cos cosh digamma erf erf_inv erfc expm1 floor igamma lgamma log log1p
         nextafter not rem round sin sinh tan tanh is_positive random_gamma_grad bessel_i0e bessel_i1e regularized_incomplete_beta
         polygamma population_count clz shift_left shift_right_logical shift_right_arithmetic and or xor bitcast_convert_type
-        threefry2x32 log2 one_minus_square zeta igammac igamma_grad_a mulhi complex
+        threefry2x32 log2 one_minus_square zeta igammac igamma_grad_a mulhi complex polynomial
         """,
     )
     add(Step.nonnegative, "exp exp2 logistic")

@@ -71,12 +71,14 @@ class Split:
         dim: The dim.
         outer: The number of blocks, each of which is split; 1 if each replica has one contiguous part.
         regrouped: The number of parts, such as micro-batches, into which each replica has divided its examples.
+        is_constant: Whether the value is the same along the dim, so that it fits any number of blocks.
     """
 
     axes: tuple[str, ...]
     dim: int
     outer: int = 1
     regrouped: int = dataclasses.field(default=1, compare=False)
+    is_constant: bool = dataclasses.field(default=False, compare=False)
 
     def replace(self, **fields: Any) -> "Split":
         """Returns the split with other fields."""
@@ -104,6 +106,7 @@ class Relation:
         is_nonnegative: Whether it is known to be at least 0.
         in_distribution: Whether it is computed from random numbers of each replica, so that only its distribution is equal.
         approximate: The policy that rounds or drops a part of the values, or an empty string.
+        zero_test: Of a boolean, the relation of the value that it compares with 0, or None.
         in_doubt: Whether it was multiplied by a constant that may be the number of replicas.
         origin: The equation that made it a partial sum, or gave it its factor.
     """
@@ -121,6 +124,7 @@ class Relation:
     is_nonnegative: bool = False
     in_distribution: bool = False
     approximate: str = ""
+    zero_test: "Relation | None" = dataclasses.field(default=None, compare=False, repr=False)
     in_doubt: bool = False
     origin: Cause | None = dataclasses.field(default=None, compare=False)
 
@@ -185,7 +189,7 @@ class Lost:
 
 AnyRelation: TypeAlias = Relation | Lost
 
-_UNKNOWN = frozenset({"no rule", "other program", "input", "extreme", "order", "part", "doubt"})
+_UNKNOWN = frozenset({"no rule", "other program", "input", "extreme", "order", "sorted", "part", "doubt"})
 
 
 def same_relation(first: AnyRelation, second: AnyRelation) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluates jaxprs with numpy in float64: without compilation, so thousands of small programs run in a minute.
+"""Evaluates jaxprs with numpy in float64: without compilation, so a small program takes milliseconds.
 
 All floating-point values are float64, also those that the jaxpr computes in float32. The integer types of the jaxpr stay.
 """
@@ -16,10 +16,23 @@ from jdist._src.core import jax_compat
 from jdist._src.jaxpr.interpreter import Interpreter
 
 
-def evaluate(program: Any, arguments: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the outputs of a closed jaxpr without collectives."""
-    with np.errstate(all="ignore"):
-        return _Numpy().run(
+class TooLargeError(Exception):
+    """The evaluation of a jaxpr takes more operations than allowed."""
+
+
+def evaluate(program: Any, arguments: Sequence[Any], max_operations: float = math.inf) -> list[np.ndarray]:
+    """Returns the outputs of a closed jaxpr without collectives.
+
+    Args:
+        program: The closed jaxpr. Collectives are those of `jax.vmap`, over dims.
+        arguments: The values of its inputs.
+        max_operations: The largest number of operations, in units of one element of an array.
+
+    Raises:
+        TooLargeError: It takes more operations.
+    """
+    with np.errstate(all="ignore"), jax.ensure_compile_time_eval():
+        return _Numpy(max_operations).run(
             jax_compat.open_jaxpr(program), list(map(_wide, program.consts)), list(map(_wide, arguments))
         )
 
@@ -39,17 +52,36 @@ def _dtype(dtype: Any) -> np.dtype:
 class _Numpy(Interpreter[Any]):
     """Runs control flow as Python loops and branches."""
 
+    def __init__(self, max_operations: float):
+        self._remaining = max_operations
+
     def constant(self, value: Any) -> Any:
         return _wide(value)
 
     def primitive(self, jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
         name = equation.primitive.name
+        self._count(equation)
         if name in _ELEMENTWISE:
             return [np.asarray(_ELEMENTWISE[name](*operands))]
         if name not in _RULES:
             return self._with_jax(jaxpr, equation, operands)
         results = _RULES[name](*operands, **equation.params)
         return list(results) if isinstance(results, list | tuple) else [np.asarray(results)]
+
+    def _count(self, equation: Any) -> None:
+        name = equation.primitive.name
+        sizes = [math.prod(getattr(atom.aval, "shape", ())) for atom in (*equation.invars, *equation.outvars)]
+        cost = 300.0 + 10_000 * (name not in _ELEMENTWISE and name not in _RULES)  # of the call itself
+        if name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            cost += sizes[-1] * math.prod(equation.invars[0].aval.shape[dim] for dim in contracted)
+        elif name == "gather" or name.startswith("scatter"):
+            cost += 1000 * math.prod(equation.invars[1].aval.shape[:-1])
+        else:
+            cost += sum(sizes)
+        self._remaining -= cost
+        if self._remaining < 0:
+            raise TooLargeError
 
     def _with_jax(self, jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
         dtypes = [getattr(atom.aval, "dtype", None) for atom in equation.invars]
