@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdist._src.jaxpr.counterexamples import confirmed
+from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
 from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, verdict_of
 from jdist._src.jaxpr.relations import REPLICATED, Relation
@@ -17,6 +17,9 @@ import random_steps
 from random_steps import AXIS, BATCHES, REPLICATED_INPUTS, Comparison, random_program
 
 MAX_UNKNOWN = 1.0  # the largest share of verdicts that may be "unknown"
+
+
+_READS = {False: ("sum", "mean"), True: ("split", "sum", "mean")}  # of values that vary, by whether they have a dim
 
 
 class Case:
@@ -39,17 +42,17 @@ class Case:
         inputs = [REPLICATED] * REPLICATED_INPUTS + [Relation.split({0: (AXIS,)})] * BATCHES
         self.relations = relate(self.local, self.whole, inputs, sizes)
         varying = may_vary(self.local, [False] * REPLICATED_INPUTS + [True] * BATCHES, (AXIS,))
-        reads = [
+        outputs = [
             (output, kind)
             for output, varies in enumerate(varying)
-            for kind in (("split", "sum", "mean") if varies else ("replicated",))
+            for kind in (_READS[bool(self.local.out_avals[output].shape)] if varies else ("replicated",))
         ]
         self.verdicts = {}
-        for output, kind in reads:
+        for output, kind in outputs:
             verdict = verdict_of(self.relations[output], kind, sizes, kind == "replicated")
-            kinds = [kind if i == output else "replicated" for i in range(len(varying))]
+            reads = [Read(kind if i == output else "replicated") for i in range(len(varying))]
             verdicts = [verdict if i == output else EQUIVALENT for i in range(len(varying))]
-            self.verdicts[output, kind] = confirmed(verdicts, self.local, self.whole, inputs, kinds, sizes)[output]
+            self.verdicts[output, kind] = confirmed(verdicts, self.local, self.whole, inputs, reads, sizes)[output]
         analyzed = time.perf_counter()
         self.comparison = Comparison(program, self.local, self.whole)
         self.seconds.update(trace=traced - start, analysis=analyzed - traced, run=time.perf_counter() - analyzed)

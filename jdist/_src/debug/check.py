@@ -7,7 +7,7 @@ everything (`jaxpr/mapped_functions.py`).
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,12 @@ from jdist._src.core.arguments import check_callable
 from jdist._src.core.errors import DivergentCollectiveError
 from jdist._src.debug.check_report import CheckReport, FunctionCheck, ResultCheck, Verdict
 from jdist._src.jaxpr import replication
-from jdist._src.jaxpr.mapped_functions import MappedFunction, Operand, Result, error_line, record_mapped_functions
+from jdist._src.jaxpr.counterexamples import Read, confirmed
+from jdist._src.jaxpr.equivalence import relate
+from jdist._src.jaxpr.equivalence_verdict import Kind, verdict_of
+from jdist._src.jaxpr.mapped_functions import MappedFunction, Result, error_line, record_mapped_functions
 from jdist._src.jaxpr.origins import find_origins
+from jdist._src.jaxpr.relations import Relation
 from jdist._src.strategies.description import listed
 
 _GLOBAL_VIEW = (
@@ -171,29 +175,41 @@ def _replication_verdict(function: MappedFunction, result: Result, variation: re
 def _equivalence(function: MappedFunction) -> list[Verdict]:
     if function.whole is None:
         return [Verdict("unknown", (function.reason,))] * len(function.results)
-    try:
-        from jdist._src.jaxpr import equivalence  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError:
-        return [Verdict("unknown")] * len(function.results)
-    inputs = [_relation(equivalence, operand) for operand in function.operands]
-    relations = equivalence.relate(function.local, function.whole, inputs, dict(function.axes))
+    sizes = {axis: size for axis, size in function.axes.items() if size > 1}
+    if not sizes:
+        return [Verdict("equivalent", ("there is one device",))] * len(function.results)
+    # For an operand per device any relation will do: results that depend on it are unknown.
+    inputs = [_relation(operand.splits, sizes) for operand in function.operands]
+    relations = relate(function.local, function.whole, inputs, sizes)
+    kinds = [_kind(function, result) for result in function.results]
+    found = [
+        verdict_of(relation, kind, sizes, kind == "replicated", _relation(result.splits, sizes).splits)
+        for relation, kind, result in zip(relations, kinds, function.results, strict=True)
+    ]
     dependencies = _per_device_operands(function)
+    if not any(dependencies):
+        reads = [
+            Read(kind, _relation(result.splits, sizes).splits)
+            for kind, result in zip(kinds, function.results, strict=True)
+        ]
+        found = confirmed(found, function.local, function.whole, inputs, reads, sizes)
     return [
         Verdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
         if names
-        else _equivalence_verdict(equivalence, function, result, relation)
-        for result, relation, names in zip(function.results, relations, dependencies, strict=True)
+        else Verdict(verdict.name, tuple(filter(None, (verdict.reason, *verdict.lines))), verdict.fix)
+        for verdict, names in zip(found, dependencies, strict=True)
     ]
 
 
-def _relation(equivalence: Any, operand: Operand) -> Any:
-    # For an operand per device any relation will do: results that depend on it are unknown.
-    if not operand.splits:
-        return equivalence.REPLICATED
-    if len(operand.splits) == 1:
-        ((dim, axes),) = operand.splits.items()
-        return equivalence.Relation.split(axes, dim)
-    return equivalence.Relation.split(splits=dict(operand.splits))
+def _relation(splits: Mapping[int, tuple[str, ...]], sizes: Mapping[str, int]) -> Relation:
+    axes = {dim: tuple(axis for axis in names if axis in sizes) for dim, names in splits.items()}
+    return Relation.split({dim: names for dim, names in axes.items() if names})
+
+
+def _kind(function: MappedFunction, result: Result) -> Kind:
+    if result.splits:
+        return "split"
+    return "per replica" if function.kind == "pmap" and not result.replicated_over else "replicated"
 
 
 def _per_device_operands(function: MappedFunction) -> list[list[str]]:
@@ -208,15 +224,3 @@ def _per_device_operands(function: MappedFunction) -> list[list[str]]:
         operands = enumerate(function.operands)
         names.append([operand.name for number, operand in operands if operand.per_device and number in reached])
     return names
-
-
-def _equivalence_verdict(equivalence: Any, function: MappedFunction, result: Result, relation: Any) -> Verdict:
-    # PLUG IN HERE: the verdict from the relation of a result (`relate`) and the placement that the program declares for it
-    # (`result.splits`, `result.replicated_over`, `function.kind`). "not equivalent" is a finding; its reasons are lines.
-    placed = _relation(equivalence, Operand(result.name, result.splits))
-    if relation == placed:
-        return Verdict("equivalent")
-    is_stacked = function.kind == "pmap" and not result.replicated_over  # `pmap` stacks parts of the batch as well
-    if is_stacked and relation == equivalence.Relation.split(tuple(function.axes), 0):
-        return Verdict("equivalent")
-    return Verdict("unknown", (f"its relation to the result of one device is {relation}",))

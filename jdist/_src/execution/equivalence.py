@@ -17,7 +17,7 @@ from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import ProgramSpec, ReplicaResults
 from jdist._src.execution.traced import UserCall
-from jdist._src.jaxpr.counterexamples import confirmed
+from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
 from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, Kind, Verdict, verdict_of
 from jdist._src.jaxpr.replication import warn_once
@@ -145,7 +145,7 @@ def verdicts(
             verdict_of(relation, kind, sizes, kind == "replicated")
             for relation, kind in zip(relations, kinds, strict=True)
         ]
-        remaining = iter(confirmed(leaves, local, whole.program, inputs, kinds, sizes))
+        remaining = iter(confirmed(leaves, local, whole.program, inputs, list(map(Read, kinds)), sizes))
         worst = lambda tree: max(
             [next(remaining) for _ in jax.tree.leaves(tree)], key=lambda one: _RANK[one.name], default=EQUIVALENT
         )

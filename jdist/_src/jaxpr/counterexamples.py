@@ -7,17 +7,18 @@ both programs are evaluated in float64 for a few random inputs, if they are smal
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jdist._src.core import jax_compat
 from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict
-from jdist._src.jaxpr.interpreter import all_equations
+from jdist._src.jaxpr.interpreter import Evaluator, all_equations
 from jdist._src.jaxpr.numpy_evaluation import evaluate
-from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation
+from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split
 
 _MAX_OPERATIONS = 5e7  # about a second
 # The scale of the inputs of each sample, and whether all are positive. Some pass a threshold, or the domain of a function.
@@ -25,12 +26,24 @@ _SAMPLES = ((1.0, False), (1.0, True), (10.0, False), (0.1, True), (0.01, False)
 _TOLERANCE = 1e-5  # constants of both programs are rounded to float32
 
 
+class Read(NamedTuple):
+    """How an output is read.
+
+    Attributes:
+        kind: See `verdict_of`.
+        splits: The dims of kind `"split"`; by default the first one over all axes.
+    """
+
+    kind: Kind
+    splits: tuple[Split, ...] = ()
+
+
 def confirmed(
     verdicts: Sequence[Verdict],
     local: Any,
     whole: Any,
     inputs: Sequence[AnyRelation],
-    kinds: Sequence[Kind],
+    reads: Sequence[Read],
     axis_sizes: Mapping[str, int],
 ) -> list[Verdict]:
     """Returns verdicts of which those that are not `"equivalent"` take the evidence of random inputs into account.
@@ -40,77 +53,125 @@ def confirmed(
         local: The closed jaxpr of one replica of several.
         whole: The closed jaxpr of the function as the only replica.
         inputs: The relation of each input.
-        kinds: How each output is read.
+        reads: How each output is read.
         axis_sizes: The mesh axes of the replicas, from the outermost, and their sizes.
     """
-    if all(verdict.name == "equivalent" or verdict.by_design for verdict in verdicts):
+    undecided = [verdict.name != "equivalent" and not verdict.by_design for verdict in verdicts]
+    if not any(undecided):
         return list(verdicts)
     try:
-        undecided = [verdict.name != "equivalent" for verdict in verdicts]
-        evidence = _differences(local, whole, inputs, kinds, axis_sizes, undecided)
+        evidence = _Evidence(local, whole, inputs, reads, axis_sizes).differences(undecided)
     except Exception:  # too large, or a primitive that numpy and JAX do not evaluate here
         return list(verdicts)
     return [_with_evidence(verdict, differs) for verdict, differs in zip(verdicts, evidence, strict=True)]
 
 
 def _with_evidence(verdict: Verdict, differs: bool | None) -> Verdict:
-    if verdict.name == "not equivalent" and not differs and not verdict.by_design:
-        return dataclasses.replace(verdict, name="unknown", reason=f"{verdict.reason}, but random inputs show no difference")
+    if verdict.name == "not equivalent" and differs is False and not verdict.by_design:
+        reason = f"{verdict.reason}, but random inputs show no difference"
+        return dataclasses.replace(verdict, name="unknown", reason=reason)
     if verdict.name == "unknown" and differs and verdict.may_be_refuted:
-        return dataclasses.replace(verdict, name="not equivalent", reason=f"random inputs show a difference, and {verdict.reason}")
+        reason = f"random inputs show a difference, and {verdict.reason}"
+        return dataclasses.replace(verdict, name="not equivalent", reason=reason)
     return verdict
 
 
-def _differences(
-    local: Any,
-    whole: Any,
-    inputs: Sequence[AnyRelation],
-    kinds: Sequence[Kind],
-    axis_sizes: Mapping[str, int],
-    undecided: Sequence[bool],
-) -> list[bool | None]:
-    """Returns for each output whether it differs for a random input; None if its values are not finite or not comparable."""
-    programs = [jax_compat.open_jaxpr(program) for program in (local, whole)]
-    if any(jax_compat.calls_host(equation) for program in programs for equation in all_equations(program)):
-        raise ValueError("a program that calls functions of the host is not evaluated")
-    if any(isinstance(value, Lost) for value in inputs):
-        raise ValueError("an input without a value on one device")
-    number = math.prod(axis_sizes.values())
-    results: list[list[bool | None]] = []
-    for sample, (scale, is_positive) in enumerate(_SAMPLES):
-        rng = np.random.default_rng(sample)
-        pairs = [
-            _values(value, var.aval, number, scale, is_positive or not value.splits, rng)  # type: ignore[arg-type]
-            for value, var in zip(inputs, jax_compat.open_jaxpr(whole).invars, strict=True)
-        ]
-        on_replicas = _evaluated(local, [own for own, _ in pairs], axis_sizes)
-        on_one = _evaluated(whole, [one[None] for _, one in pairs], dict.fromkeys(axis_sizes, 1))
-        results.append([_differs(*row) for row in zip(on_replicas, on_one, kinds, strict=True)])
-        if all(True in column for column, matters in zip(zip(*results, strict=True), undecided, strict=True) if matters):
-            break
-    return [_any(column) for column in zip(*results, strict=True)]
+class _Evidence:
+    """Evaluates a function on the replicas and on one device for the same random inputs."""
 
+    def __init__(
+        self,
+        local: Any,
+        whole: Any,
+        inputs: Sequence[AnyRelation],
+        reads: Sequence[Read],
+        axis_sizes: Mapping[str, int],
+    ):
+        programs = [jax_compat.open_jaxpr(program) for program in (local, whole)]
+        if any(jax_compat.calls_host(equation) for program in programs for equation in all_equations(program)):
+            raise ValueError("a program that calls functions of the host is not evaluated")
+        if any(isinstance(value, Lost) for value in inputs):
+            raise ValueError("an input without a value on one device")
+        self._local, self._whole, self._reads = local, whole, reads
+        self._inputs: Any = inputs
+        self._sizes = dict(axis_sizes)
 
-def _any(column: Sequence[bool | None]) -> bool | None:
-    return True if True in column else False if False in column else None
+    def differences(self, undecided: Sequence[bool]) -> list[bool | None]:
+        """Returns for each output whether it differs for a random input; None for one value per replica.
 
+        Args:
+            undecided: The outputs that matter.
+        """
+        found: list[bool | None] = [None] * len(self._reads)
+        for sample, (scale, is_positive) in enumerate(_SAMPLES):
+            rng = np.random.default_rng(sample)
+            pairs = [
+                self._values(value, var.aval, scale, is_positive or not value.splits, rng)
+                for value, var in zip(self._inputs, jax_compat.open_jaxpr(self._whole).invars, strict=True)
+            ]
+            on_replicas = _evaluated(self._local, [own for own, _ in pairs], self._sizes)
+            on_one = _evaluated(
+                self._whole, [one[(None,) * len(self._sizes)] for _, one in pairs], dict.fromkeys(self._sizes, 1)
+            )
+            for i, row in enumerate(zip(on_replicas, on_one, self._reads, strict=True)):
+                differs = self._differs(*row)
+                found[i] = found[i] or differs
+            if all(one for one, matters in zip(found, undecided, strict=True) if matters):
+                break
+        return found
 
-def _values(value: Relation, aval: Any, number: int, scale: float, is_positive: bool, rng: np.random.Generator) -> tuple[Any, Any]:
-    """Returns random values of an input for all replicas, `[replica, ...]`, and for one device."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30)), impl=aval.dtype._impl.name), aval.shape)
-        return jnp.broadcast_to(keys, (number, *aval.shape)), keys
-    shape = (number, *aval.shape) if value.partial else aval.shape
-    drawn = _random(shape, aval.dtype, is_positive, rng)
-    if drawn.dtype.kind in "fc":
-        drawn *= scale
-    if value.partial:
-        total = drawn.sum(0) * value.factor
+    def _values(
+        self, value: Relation, aval: Any, scale: float, is_positive: bool, rng: np.random.Generator
+    ) -> tuple[Any, Any]:
+        """Returns random values of an input: for all replicas, `[*axes, ...]`, and for one device."""
+        grid = tuple(self._sizes.values())
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30)), impl=aval.dtype._impl.name), aval.shape)
+            return jnp.broadcast_to(keys, (*grid, *aval.shape)), keys
+        shape = (*grid, *aval.shape) if value.partial else aval.shape
+        drawn = _random(shape, aval.dtype, is_positive, rng)
+        if drawn.dtype.kind in "fc":
+            drawn *= scale
+        if not value.partial:
+            return self._blocks(drawn, value.splits), drawn
+        if value.splits or value.partial != set(self._sizes):
+            raise ValueError("an input that is a partial sum over a part of the axes")
+        total = drawn.sum(tuple(range(len(grid)))) * value.factor
         return drawn, total.astype(drawn.dtype)
-    if value.splits:
-        (split,) = value.splits
-        return np.stack(np.split(drawn, number, split.dim)), drawn
-    return np.broadcast_to(drawn, (number, *shape)), drawn
+
+    def _blocks(self, whole: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
+        """Returns the part of each replica, `[*axes, ...]`, of a value that is split so."""
+        names, grid = list(self._sizes), tuple(self._sizes.values())
+        blocks = []
+        for position in np.ndindex(grid):
+            block = whole
+            for split in splits:
+                sizes = [self._sizes[axis] for axis in split.axes]
+                indices = tuple(position[names.index(axis)] for axis in split.axes)
+                block = np.split(block, math.prod(sizes), split.dim)[int(np.ravel_multi_index(indices, sizes))]
+            blocks.append(block)
+        return np.reshape(np.stack(blocks), (*grid, *blocks[0].shape))
+
+    def _differs(self, values: np.ndarray, one: np.ndarray, read: Read) -> bool | None:
+        rank = len(self._sizes)
+        one = one.reshape(one.shape[rank:])
+        if read.kind == "per replica":
+            return None
+        if read.kind in ("sum", "mean"):
+            values = (np.sum if read.kind == "sum" else np.mean)(values, tuple(range(rank)), dtype=np.float64)
+        else:
+            splits = (read.splits or (Split(tuple(self._sizes), 0),)) if read.kind == "split" else ()
+            factors = [math.prod(self._sizes[axis] for axis in split.axes) for split in splits]
+            if any(split.dim >= one.ndim or one.shape[split.dim] % n for split, n in zip(splits, factors, strict=True)):
+                return True
+            one = self._blocks(one, splits)
+        if values.shape != one.shape:
+            return True
+        first, second = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (values, one))
+        if not (np.isfinite(first).all() and np.isfinite(second).all()):
+            return False
+        scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0), 1e-3)
+        return bool(np.abs(first - second).max(initial=0) > _TOLERANCE * scale)
 
 
 def _random(shape: Sequence[int], dtype: Any, is_positive: bool, rng: np.random.Generator) -> np.ndarray:
@@ -123,38 +184,31 @@ def _random(shape: Sequence[int], dtype: Any, is_positive: bool, rng: np.random.
 
 
 def _evaluated(program: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, int]) -> list[np.ndarray]:
-    """Returns the outputs `[replica, ...]` of a closed jaxpr for arguments `[replica, ...]`."""
-    run: Callable[..., Any] = jax_compat.jaxpr_function(program)
-    sizes = list(axis_sizes.items())
-    for axis, size in reversed(sizes):
+    """Returns the outputs `[*axes, ...]` of a closed jaxpr for arguments `[*axes, ...]`."""
+    jaxpr, evaluator = jax_compat.open_jaxpr(program), _WithoutVaryingTypes()
+    run: Callable[..., Any] = lambda *arguments: evaluator.run(jaxpr, program.consts, arguments)
+    for axis, size in reversed(axis_sizes.items()):
         run = jax.vmap(run, axis_name=axis, axis_size=size)
-    grid = [np.reshape(x, (*(size for _, size in sizes), *np.shape(x)[1:])) if not _is_key(x) else x.reshape(*(size for _, size in sizes), *x.shape[1:]) for x in arguments]
-    shapes = [jax.ShapeDtypeStruct(x.shape, var.aval.dtype) for x, var in zip(grid, jax_compat.open_jaxpr(program).invars, strict=True)]
-    outputs = evaluate(jax.make_jaxpr(run)(*shapes), grid, _MAX_OPERATIONS)
-    return [np.reshape(x, (-1, *np.shape(x)[len(sizes) :])) if not _is_key(x) else np.asarray(jax.random.key_data(x)) for x in outputs]
+    variables = jax_compat.open_jaxpr(program).invars
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, jax_compat.dtype_of(var)) for x, var in zip(arguments, variables, strict=True)
+    ]
+    outputs = evaluate(jax.make_jaxpr(run)(*shapes), arguments, _MAX_OPERATIONS)
+    return [np.asarray(jax.random.key_data(x)) if _is_key(x) else np.asarray(x) for x in outputs]
+
+
+class _WithoutVaryingTypes(Evaluator):
+    """Traces a jaxpr anew without the types of `check_vma=True`, which `jax.vmap` does not know."""
+
+    def primitive(self, jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
+        name = equation.primitive.name
+        if name == "psum_invariant":
+            return list(lax.psum(tuple(operands), equation.params["axes"]))
+        if name == "all_gather_invariant":
+            dim, tiled = jax_compat.gather_dimension(equation)
+            return [lax.all_gather(x, equation.params["axis_name"], axis=dim, tiled=tiled) for x in operands]
+        return operands if name in ("pvary", "pbroadcast") else super().primitive(jaxpr, equation, operands)
 
 
 def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _differs(values: np.ndarray, one: np.ndarray, kind: Kind) -> bool | None:
-    read = _READ.get(kind)
-    if read is None:
-        return None
-    many = read(values)
-    if many.shape[1:] != one.shape[1:]:
-        return True
-    many, one = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (many, one))
-    if not (np.isfinite(many).all() and np.isfinite(one).all()):
-        return None
-    scale = max(np.abs(many).max(initial=0), np.abs(one).max(initial=0), 1e-3)
-    return bool(np.abs(many - one).max(initial=0) > _TOLERANCE * scale)
-
-
-_READ: dict[Kind, Callable[[np.ndarray], np.ndarray]] = {
-    "replicated": lambda values: values,
-    "split": lambda values: values.reshape(1, -1, *values.shape[2:]) if values.ndim > 1 else values,
-    "sum": lambda values: values.sum(0, keepdims=True, dtype=np.float64),
-    "mean": lambda values: values.mean(0, keepdims=True, dtype=np.float64),
-}

@@ -288,7 +288,11 @@ def _only_adds(body: Jaxpr, parts: jax_compat.ScanParts) -> bool:
     for before, after in zip(carried, body.outvars, strict=False):
         count = sum(atom is before for atom in uses) + sum(atom is before for atom in body.outvars)
         maker = None if isinstance(after, Literal) else makers.get(after)
-        is_added = maker is not None and maker.primitive.name in ("add", "add_any") and any(atom is before for atom in maker.invars)
+        is_added = (
+            maker is not None
+            and maker.primitive.name in ("add", "add_any")
+            and any(atom is before for atom in maker.invars)
+        )
         is_read_elsewhere = any(atom is after for atom in uses) or sum(atom is after for atom in body.outvars) > 1
         if count != 1 or not is_added or is_read_elsewhere:
             return False
@@ -317,7 +321,14 @@ def _aligned(
     known = set(map(id, names.values()))
     i = j = 0
     while i < len(own) and j < len(others):
-        skip = next((skip for skip in _SKIPS if _match(own[i + skip[0] : i + skip[0] + 3], others[j + skip[1] : j + skip[1] + 3], names, known, skip)), None)
+        skip = next(
+            (
+                skip
+                for skip in _SKIPS
+                if _match(own[i + skip[0] : i + skip[0] + 3], others[j + skip[1] : j + skip[1] + 3], names, known, skip)
+            ),
+            None,
+        )
         if skip is None:
             return
         i, j = i + skip[0], j + skip[1]

@@ -12,7 +12,7 @@ from jdist._src.core import source_lines
 from jdist._src.jaxpr.collective_lines import collective_name
 from jdist._src.jaxpr.marks import REDUCE_CALL, call_name
 from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
-from jdist._src.jaxpr.relations import AnyRelation, Cause, Lost, Relation, Site, is_close
+from jdist._src.jaxpr.relations import AnyRelation, Cause, Lost, Relation, Site, Split, is_close
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
 Kind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
@@ -58,7 +58,13 @@ class Verdict:
 EQUIVALENT = Verdict("equivalent")
 
 
-def verdict_of(relation: AnyRelation, kind: Kind, axis_sizes: Mapping[str, int], is_replicated: bool) -> Verdict:
+def verdict_of(
+    relation: AnyRelation,
+    kind: Kind,
+    axis_sizes: Mapping[str, int],
+    is_replicated: bool,
+    splits: tuple[Split, ...] = (),
+) -> Verdict:
     """Returns the verdict on a result with this relation.
 
     Args:
@@ -67,6 +73,7 @@ def verdict_of(relation: AnyRelation, kind: Kind, axis_sizes: Mapping[str, int],
             is read, or as one value per replica.
         axis_sizes: The mesh axes of the replicas and their sizes.
         is_replicated: Whether the result is proved to be the same on all replicas.
+        splits: The dims of a result of kind `"split"`; by default the first one over all axes.
     """
     if isinstance(relation, Lost):
         return _of_lost(relation)
@@ -81,15 +88,10 @@ def verdict_of(relation: AnyRelation, kind: Kind, axis_sizes: Mapping[str, int],
         value = dataclasses.replace(value, factor=value.factor * repeated, partial=frozenset(), extreme=None)
     if value.extreme:
         return Verdict("unknown", f"each replica has the {value.extreme[0]} of its examples")
-    split_axes = frozenset(axis for split in value.splits for axis in split.axes)
-    is_split = split_axes == frozenset(axis_sizes) and len(value.splits) == 1
     if kind == "split" or kind == "per replica" and value.splits:
-        is_whole = is_split and value.splits[0].dim == 0 and value.splits[0].outer == 1
-        return (
-            _of_factor(value, value.factor, "")
-            if is_whole
-            else Verdict("unknown", "its parts are not in the order of the batch")
-        )
+        if value.splits == (splits or (Split(tuple(axis_sizes), 0),)) and not value.partial:
+            return _of_factor(value, value.factor, "")
+        return Verdict("unknown", "its parts are not in the order of the batch")
     if value.splits:
         return Verdict("unknown", "each replica has a part of it")
     over_all = value.factor * math.prod(axis_sizes[axis] for axis in frozenset(axis_sizes) - value.partial) ** -1.0
@@ -143,7 +145,7 @@ def _times(times: float) -> str:
 
 def _of_lost(lost: Lost) -> Verdict:
     if lost.is_unknown:
-        may_be_refuted = lost.reason not in ("input", "order", "doubt")
+        may_be_refuted = lost.reason not in ("input", "order", "exchange", "doubt")
         return Verdict(
             "unknown",
             _UNKNOWN_REASONS[lost.reason],
@@ -201,8 +203,8 @@ _REASONS = {
         "the greatest or least values of the replicas are added",
         'Use `jdist.all_reduce("max", x)` or `"min"` for values that each replica has computed so.',
     ),
-    "index": (
-        "it depends on the index of the replica",
+    "first": (
+        "only the examples of replica 0 count",
         "Reduce the values of all replicas; use the index only for random keys (`jdist.replica_key`) and for the positions of "
         "examples.",
     ),
@@ -226,7 +228,6 @@ _REASONS = {
         "each replica draws other random numbers, and they are not per example",
         "Draw from the key that all replicas share.",
     ),
-    "exchange": ("values are exchanged between replicas in an order that one device does not have", ""),
     "constant": ("a constant differs between a part of the batch and the whole batch", ""),
     "design": (
         "by design of the policy: the parameters of the replicas differ between the steps that synchronize them",
@@ -241,5 +242,7 @@ _UNKNOWN_REASONS = {
     "doubt": "a constant may be the number of replicas",
     "order": "it combines examples in different orders",
     "sorted": "it sorts the examples of a replica",
+    "index": "it depends on the index of the replica",
+    "exchange": "values are exchanged between replicas in an order that one device does not have",
     "part": "it takes a part of the examples",
 }

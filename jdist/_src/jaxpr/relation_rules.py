@@ -26,8 +26,6 @@ from jdist._src.jaxpr.relations import (
 )
 
 
-import os
-DEBUG=os.environ.get('JDBG')
 class Analysis(Protocol):
     """What the rules use of the analysis."""
 
@@ -82,9 +80,6 @@ class Step:
     def lost(self, reason: str, *operands: AnyRelation) -> Lost:
         """Returns a result that begins to be lost here."""
         values = operands or self.operands
-        if DEBUG and reason == "no rule":
-            import sys
-            print("NORULE", self.equation.primitive.name, sys._getframe(1).f_lineno, [str(v)[:200] for v in self.operands], self.equation.params if len(str(self.equation.params))<300 else "", [v.aval for v in self.equation.invars], [v.aval for v in self.whole.invars])
         cause = self.cause(*values)
         if reason != "factor":
             return Lost(reason, cause, cause.site)
@@ -221,7 +216,8 @@ class Step:
             is_broadcast = lambda dim, shape=shape: not shape or shape[dim] == 1
             for dim, split in splits.items():
                 own_split = own.get(dim, split)
-                is_same = own_split == split or own_split.is_constant and own_split.axes == split.axes
+                sizes = [self.analysis.group_size(one.axes) for one in (own_split, split)]
+                is_same = own_split == split or own_split.is_constant and sizes[0] == sizes[1]
                 if not is_same or dim not in own and not is_broadcast(dim):
                     return self.lost("order", value)
                 if dim not in own and value.partial & set(split.axes):
@@ -573,7 +569,7 @@ class Step:
                     is_zero=False,
                     origin=first.origin or self.cause(),
                 )
-        return self.lost("index", *(value for value in (others, first) if isinstance(value, Relation)))
+        return self.lost("first", *(value for value in (others, first) if isinstance(value, Relation)))
 
     # Reductions.
 
@@ -697,7 +693,7 @@ class Step:
         for dim in range(len(local)):
             if dim in known or local[dim] == whole[dim]:
                 continue
-            axes = self._group_of(local[dim], whole[dim], known={a for s in result.splits for a in s.axes})
+            axes = self._any_group_of(local[dim], whole[dim], known={a for s in result.splits for a in s.axes})
             copies = self._group_of(whole[dim], local[dim])
             if axes is None and copies and whole[dim] == 1 and result.is_plain:
                 result = dataclasses.replace(result, stack=(copies, dim))
@@ -716,16 +712,25 @@ class Step:
         """A value for each pair of examples is formed in each replica alone."""
         local, whole = self.result_shape(), self.whole_result_shape()
         number = math.prod(self.analysis.axis_sizes.values())
-        return self.lost("pairs" if sum(w == n * number for n, w in zip(local, whole, strict=True)) > 1 else "no rule", value)
+        return self.lost(
+            "pairs" if sum(w == n * number for n, w in zip(local, whole, strict=True)) > 1 else "no rule", value
+        )
 
     def _group_of(self, local: int, whole: int, known: set[str] = frozenset()) -> tuple[str, ...] | None:  # type: ignore[assignment]
-        """Returns the mesh axes along which a dim is split that has these sizes."""
-        found = [
+        """Returns the mesh axes along which a dim is split that has these sizes; None if they are not known."""
+        found = self._groups_of(local, whole, known)
+        return found[0] if len(found) == 1 else None
+
+    def _any_group_of(self, local: int, whole: int, known: set[str]) -> tuple[str, ...] | None:
+        """Returns mesh axes along which a dim may be split that has these sizes: any will do if the value is constant."""
+        return next(iter(self._groups_of(local, whole, known)), None)
+
+    def _groups_of(self, local: int, whole: int, known: set[str]) -> list[tuple[str, ...]]:
+        return [
             axes
             for axes in self.analysis.groups
             if local and whole == local * self.analysis.group_size(axes) and not set(axes) & known
         ]
-        return found[0] if len(found) == 1 else None
 
     def reshaped(self) -> list[AnyRelation]:
         value = self.operands[0]
@@ -1735,7 +1740,10 @@ def _table() -> dict[str, Callable[[Step], list[AnyRelation]]]:
     add(Step.contracted, "dot_general")
     add(Step.convolved, "conv_general_dilated")
     add(Step.gathered_rows, "gather")
-    add(Step.scattered, "scatter-add scatter_add scatter scatter-sub scatter-mul scatter_mul scatter-min scatter-max scatter_min scatter_max")
+    add(
+        Step.scattered,
+        "scatter-add scatter_add scatter scatter-sub scatter-mul scatter_mul scatter-min scatter-max scatter_min scatter_max",
+    )
     add(Step.dynamic_part, "dynamic_slice")
     add(Step.dynamic_update, "dynamic_update_slice")
     add(Step.windowed_sum, "reduce_window_sum")

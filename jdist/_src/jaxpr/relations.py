@@ -189,7 +189,9 @@ class Lost:
 
 AnyRelation: TypeAlias = Relation | Lost
 
-_UNKNOWN = frozenset({"no rule", "other program", "input", "extreme", "order", "sorted", "part", "doubt"})
+_UNKNOWN = frozenset(
+    {"no rule", "other program", "input", "extreme", "order", "sorted", "part", "exchange", "index", "doubt"}
+)
 
 
 def same_relation(first: AnyRelation, second: AnyRelation) -> bool:
