@@ -12,7 +12,7 @@ from jdist._src.core import source_lines
 from jdist._src.jaxpr.collective_lines import collective_name
 from jdist._src.jaxpr.marks import REDUCE_CALL, call_name
 from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
-from jdist._src.jaxpr.relations import AnyRelation, Cause, Lost, Relation, Site, Split, is_close
+from jdist._src.jaxpr.relations import AnyRelation, Cause, Lost, Relation, Site, Split, is_close, may_be_one
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
 Kind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
@@ -90,24 +90,24 @@ def verdict_of(
         return Verdict("unknown", f"each replica has the {value.extreme[0]} of its examples")
     if kind == "split" or kind == "per replica" and value.splits:
         if value.splits == (splits or (Split(tuple(axis_sizes), 0),)) and not value.partial:
-            return _of_factor(value, value.factor, "")
+            return _of_factor(value, number, value.factor, "")
         return Verdict("unknown", "its parts are not in the order of the batch")
     if value.splits:
         return Verdict("unknown", "each replica has a part of it")
     over_all = value.factor * math.prod(axis_sizes[axis] for axis in frozenset(axis_sizes) - value.partial) ** -1.0
     if kind == "sum":
-        return _of_factor(value, over_all, "the sum over the replicas is that of one device")
+        return _of_factor(value, number, over_all, "the sum over the replicas is that of one device")
     if kind == "mean":
-        return _of_factor(value, over_all * number, "the mean over the replicas is that of one device")
+        return _of_factor(value, number, over_all * number, "the mean over the replicas is that of one device")
     if value.partial:
         if is_close(over_all, 1) or is_close(over_all * number, 1):
             sense = "sum" if is_close(over_all, 1) else "mean"
-            return _of_factor(value, 1.0, f"the {sense} over the replicas is that of one device")
+            return _of_factor(value, number, 1.0, f"the {sense} over the replicas is that of one device")
         return Verdict("unknown", "each replica has a part of the sum")
-    return _of_factor(value, value.factor, "")
+    return _of_factor(value, number, value.factor, "")
 
 
-def _of_factor(value: Relation, factor: float, sense: str) -> Verdict:
+def _of_factor(value: Relation, number: int, factor: float, sense: str) -> Verdict:
     if is_close(factor, 1):
         if value.in_distribution:
             return Verdict("equivalent", "in distribution: each replica draws its own random numbers")
@@ -116,7 +116,7 @@ def _of_factor(value: Relation, factor: float, sense: str) -> Verdict:
         return Verdict("equivalent", sense)
     times = 1 / factor
     begin = value.origin.site if value.origin else None
-    if value.in_doubt:
+    if may_be_one(value, factor, number):
         reason = f"it is {_times(times)}, unless a constant is the number of replicas"
         return Verdict("unknown", reason, _cause=value.origin, _begin=begin)
     fix = _fix_of_factor(times)

@@ -23,6 +23,7 @@ from jdist._src.jaxpr.relations import (
     aligned,
     flags,
     is_close,
+    may_be_one,
 )
 
 
@@ -55,6 +56,10 @@ class Step:
     def params(self) -> dict[str, Any]:
         return self.equation.params
 
+    @property
+    def num_replicas(self) -> int:
+        return math.prod(self.analysis.axis_sizes.values())
+
     def shape(self, number: int) -> tuple[int, ...]:
         """Returns the shape of an operand, on a replica."""
         return jax_compat.shape_of(self.equation.invars[number])
@@ -84,7 +89,7 @@ class Step:
         if reason != "factor":
             return Lost(reason, cause, cause.site)
         wrong = next(v for v in values if isinstance(v, Relation) and not is_close(v.factor, 1))
-        if wrong.in_doubt:
+        if may_be_one(wrong, wrong.factor, self.num_replicas):
             return Lost("doubt", cause, cause.site)
         return Lost(reason, cause, wrong.origin.site if wrong.origin else cause.site, 1 / wrong.factor)
 
@@ -384,10 +389,17 @@ class Step:
         """Returns why values do not fit: with one factor they would, or nothing is known."""
         first, second = self.operands[:2]
         if (first.partial or second.partial) and first.splits == second.splits and first.stack == second.stack:
-            return self.lost("doubt" if first.in_doubt or second.in_doubt else "mixed")
+            in_doubt = any(value.doubt != (0, 0) and not value.is_zero for value in (first, second))
+            return self.lost("doubt" if in_doubt and self._differ_by_number(first, second) else "mixed")
         if first.is_plain and second.is_plain and first.splits == second.splits:
             return self.lost("factor")
         return self.lost("order")
+
+    def _differ_by_number(self, first: Relation, second: Relation) -> bool:
+        """Whether the factors of two values of one kind differ by the number of replicas."""
+        sizes = [math.prod([self.analysis.axis_sizes[axis] for axis in value.partial]) for value in (first, second)]
+        ratio = first.factor * sizes[0] / (second.factor * sizes[1])
+        return any(is_close(ratio, float(self.num_replicas) ** power) for power in (-1, 1))
 
     def _added_positions(self, offset: tuple[Any, ...]) -> AnyRelation:
         """The sum of a multiple of the replica's index, or of positions, and another value."""
@@ -481,7 +493,7 @@ class Step:
             splits,
             first.partial | second.partial,
             stack=stack,
-            **{**flags(first, second), "in_doubt": self._is_in_doubt()},
+            **{**flags(first, second), "doubt": self._doubt()},
         )
 
     def _noted(self, result: AnyRelation) -> AnyRelation:
@@ -492,18 +504,16 @@ class Step:
             return result
         return dataclasses.replace(result, origin=self.cause())
 
-    def _is_in_doubt(self) -> bool:
-        """Whether a factor may be the number of replicas, which a constant does not tell."""
-        if any(value.in_doubt for value in self.operands):
-            return True
-        number = math.prod(self.analysis.axis_sizes.values())
-        for atom, value in zip(self.equation.invars, self.operands, strict=True):
+    def _doubt(self) -> tuple[int, int]:
+        """Returns the powers of the number of replicas that constants may be in a product or a quotient."""
+        low, high = (sum(value.doubt[k] for value in self.operands) for k in (0, 1))
+        is_division = self.equation.primitive.name == "div"
+        for i, (atom, value) in enumerate(zip(self.equation.invars, self.operands, strict=True)):
             if isinstance(atom, Literal) and value.factor == 1 and not np.ndim(atom.val):
-                with np.errstate(all="ignore"):
-                    x = abs(float(np.real(np.asarray(atom.val, np.complex128))))
-                if x and any(math.isclose(x, number**power, rel_tol=1e-3) for power in (-1, 1)):
-                    return True
-        return False
+                number = np.asarray(atom.val)
+                if number.dtype.kind != "c" and float(number) == self.num_replicas:
+                    low, high = (low, high + 1) if is_division and i else (low - 1, high)
+        return max(low, -2), min(high, 2)
 
     def divided(self) -> list[AnyRelation]:
         first, second = self.operands
@@ -1564,9 +1574,10 @@ class Step:
             if isinstance(total, Relation):
                 total = dataclasses.replace(total, factor=total.factor * replicas, approximate=policy)
             means.append(total)
-        residual = Relation(partial=named, approximate=policy)
-        stored = len(self.equation.outvars) - 2 * number
-        return [*means, *[residual] * number, *[Relation(approximate=policy)] * stored]
+        lost = next((self._lost_again(value) for value in self.operands if isinstance(value, Lost)), None)
+        residual = lost or Relation(partial=named, approximate=policy)
+        stored = lost or Relation(approximate=policy)
+        return [*means, *[residual] * number, *[stored] * (len(self.equation.outvars) - 2 * number)]
 
     def _lost_again(self, value: Lost) -> Lost:
         parent = value.cause

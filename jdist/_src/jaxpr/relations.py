@@ -107,7 +107,8 @@ class Relation:
         in_distribution: Whether it is computed from random numbers of each replica, so that only its distribution is equal.
         approximate: The policy that rounds or drops a part of the values, or an empty string.
         zero_test: Of a boolean, the relation of the value that it compares with 0, or None.
-        in_doubt: Whether it was multiplied by a constant that may be the number of replicas.
+        doubt: The least and the greatest power of the number of replicas that constants may be in the factor: a constant that is
+            equal to the number of replicas may stand for it, and would be 1 on one device.
         origin: The equation that made it a partial sum, or gave it its factor.
     """
 
@@ -125,7 +126,7 @@ class Relation:
     in_distribution: bool = False
     approximate: str = ""
     zero_test: "Relation | None" = dataclasses.field(default=None, compare=False, repr=False)
-    in_doubt: bool = False
+    doubt: tuple[int, int] = (0, 0)
     origin: Cause | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
@@ -243,6 +244,13 @@ def _fits(first: Relation, second: Relation) -> bool:
     )
 
 
+def may_be_one(value: Relation, factor: float, number: int) -> bool:
+    """Whether `factor` is 1 if constants among the factors of `value` stand for the number of replicas."""
+    return any(
+        power and is_close(factor * float(number) ** power, 1) for power in range(value.doubt[0], value.doubt[1] + 1)
+    )
+
+
 def is_close(first: float, second: float) -> bool:
     """Whether two factors are equal up to rounding."""
     return math.isclose(first, second, rel_tol=1e-6)
@@ -253,6 +261,6 @@ def flags(*values: Relation) -> dict[str, Any]:
     return {
         "in_distribution": any(value.in_distribution for value in values),
         "approximate": next((value.approximate for value in values if value.approximate), ""),
-        "in_doubt": any(value.in_doubt for value in values),
+        "doubt": (min([0, *(value.doubt[0] for value in values)]), max([0, *(value.doubt[1] for value in values)])),
         "origin": next((value.origin for value in values if value.origin), None),
     }

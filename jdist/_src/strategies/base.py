@@ -38,7 +38,7 @@ from jdist._src.execution.build_programs import (
 )
 from jdist._src.execution.program import Program
 from jdist._src.faults import watchdog
-from jdist._src.replica.context import ReplicaContext, ValueContext, require_cross_replica_context
+from jdist._src.replica.context import ReplicaContext, ValueContext, current_context, require_cross_replica_context
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies import host_reductions
 from jdist._src.strategies.description import Description, describe
@@ -125,7 +125,10 @@ class Strategy(Uncopied):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
+        """The number of replicas. In a step of this strategy, the number that the trace is for."""
+        context = current_context()
+        if isinstance(context, ReplicaContext) and context.strategy is self:
+            return context.num_replicas_in_sync
         return self.replicas.size
 
     @property

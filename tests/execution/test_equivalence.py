@@ -1,0 +1,323 @@
+"""The equivalence of steps: every seeded fault is found with its line, no right program is called wrong, and policies say what they are.
+
+The steps of the corpora (`equivalence_cases`, `ported_programs`) are traced on 4 replicas, and not run.
+"""
+
+import collections
+import inspect
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+
+import equivalence_cases
+import policies
+import ported_programs
+from laws import STRATEGIES
+
+# Faults that the analysis does not tell: a threshold that random inputs do not pass, a constant that may be the number of
+# replicas, and micro-batches of other examples, which are a matter of order.
+NOT_FOUND = {
+    "kl_coefficient_clipped_before_mean",
+    "kl_coefficient_of_sum",
+    "loss_scale_of_largest_norm",
+    "mixed_with_reversed_local_batch",
+    "skipped_by_local_loss",
+    "sum_of_micro_batches_of_fixed_size",
+    "update_per_micro_batch",
+}
+# The line of the fault is not in the chain: another one of the lines that make the value wrong is.
+OTHER_LINE = {
+    "contrastive_without_gradient_of_others",
+    "cross_correlation_of_local_batch",
+    "feature_matching_of_local_batch",
+    "weights_by_local_position",
+}
+MAX_UNKNOWN = 0.1  # the largest share of the state leaves of right programs
+
+
+def verdicts_of(strategy, step, make_state, batch, **options):
+    """Returns the verdict on each leaf of the state that a step returns, and on its outputs."""
+    state = jax.eval_shape(lambda: strategy.init(make_state))
+    program = strategy.step(step, **options)
+    program.lower(state, *strategy.split(batch))
+    found = program._compiled.proof.equivalence
+    return {name: verdict for name, verdict in found.items() if name.startswith("state")}
+
+
+def wrong(found):
+    return [verdict for verdict in found.values() if verdict.name == "not equivalent"]
+
+
+def fault_lines(step):
+    source, first = inspect.getsourcelines(step)
+    return {first + i for i, line in enumerate(source) if line.rstrip().endswith("# fault")}
+
+
+def lines_of(verdict):
+    """Returns the lines of this corpus from which the operations in the chain of a verdict were called."""
+    sites = verdict._cause.chain() if verdict._cause else []
+    equations = [equation for site in sites for equation in (site.equation, *site.calls)]
+    frames = [frame for equation in equations for frame in equation.source_info.traceback.frames]
+    return {frame.line_num for frame in frames if frame.file_name == equivalence_cases.__file__}
+
+
+@pytest.fixture(scope="module")
+def four():
+    return jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", equivalence_cases.CASES, ids=lambda case: case.name)
+def test_seeded_fault_is_found_with_its_line(four, case):
+    found = wrong(verdicts_of(four, case.wrong, case.make_state, case.batch))
+    assert bool(found) == (case.name not in NOT_FOUND)
+    if found and case.name not in OTHER_LINE:
+        assert fault_lines(case.wrong) & set().union(*map(lines_of, found))
+        assert all(
+            verdict.reason and verdict.fix for verdict in found if not verdict.reason.startswith("random inputs")
+        )
+
+
+RIGHT = [(case.name, case.make_state, case.batch, case.right) for case in equivalence_cases.CASES if case.right]
+RIGHT += [(case.name, case.make_state, case.batch, case.right) for case in equivalence_cases.RIGHT_ONLY]
+
+
+@pytest.mark.slow
+def test_right_steps_are_not_called_wrong_and_most_are_proved(four, subtests):
+    counts = collections.Counter()
+    for name, make_state, batch, step in RIGHT:
+        with subtests.test(name):
+            found = verdicts_of(four, step, make_state, batch)
+            counts.update(verdict.name for verdict in found.values())
+            assert not wrong(found), wrong(found)[0]
+    assert counts["unknown"] <= MAX_UNKNOWN * counts.total(), counts
+
+
+@pytest.mark.slow
+def test_ported_programs_are_not_called_wrong_and_most_are_proved(four, subtests, keras):
+    counts = collections.Counter()
+    for program in ported_programs.PROGRAMS:
+        with subtests.test(program.name):
+            found = verdicts_of(four, program.step, program.make_state, program.batch)
+            counts.update(verdict.name for verdict in found.values())
+            assert not wrong(found), wrong(found)[0]
+    assert counts["unknown"] <= MAX_UNKNOWN * counts.total(), counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ported_programs.FOREIGN, ids=lambda program: program.name)
+def test_check_of_programs_of_others_finds_nothing(program):
+    fn, args = program.make(4)
+    report = jdist.check(fn, *args)
+    assert report.functions
+    assert report.num_findings == 0, str(report)
+
+
+X, Y = np.arange(16, dtype=np.float32) / 16, np.arange(16, dtype=np.float32) / 8 + 1
+GRAD = jax.grad(lambda w, x, y: jnp.mean((w * x - y) ** 2))
+
+
+def summed(w, x, y):
+    return w - 0.1 * jdist.all_reduce("sum", GRAD(w, x, y)), None
+
+
+def averaged(w, x, y):
+    return w - 0.1 * jdist.all_reduce("mean", GRAD(w, x, y)), None
+
+
+def called(strategy, step, **options):
+    program = strategy.step(step, **options)
+    w = strategy.init(lambda: jnp.float32(0.5))
+    for batch in strategy.distribute_dataset((X, Y), batch_size=16):
+        w, _ = program(w, *batch)
+    return program
+
+
+@pytest.fixture(params=["mirrored_3", "central_2", "groups_2"])
+def strategy(request):
+    return STRATEGIES[request.param]() if request.param != "mirrored_3" else STRATEGIES["mirrored_2"]()
+
+
+def test_sum_for_mean_warns_once_with_the_factor_the_line_and_the_fix(strategy):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program = called(strategy, summed)
+    (warning,) = [one for one in caught if one.category is jdist.NotEquivalentWarning]
+    line = inspect.getsourcelines(summed)[1] + 1
+    assert (warning.filename, warning.lineno) == (__file__, line)
+    text = str(warning.message)
+    assert f"`summed` on {strategy.num_replicas_in_sync} replicas" in text
+    assert f"{strategy.num_replicas_in_sync} times too large" in text
+    assert f"all_reduce at {__file__}"[:10] in text
+    assert 'jdist.all_reduce("mean", x)' in text
+    assert program.proof.not_equivalent == ("state",)
+    assert str(program.proof).endswith("0 of 1 results are what one device computes from the whole batch; not: state")
+
+
+def test_mean_is_proved(strategy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = called(strategy, averaged)
+    assert program.proof.equivalent == ("state",)
+    assert str(program.proof).endswith("1 of 1 results are what one device computes from the whole batch")
+
+
+def test_error_is_raised_before_the_step_runs(strategy):
+    with pytest.raises(jdist.NotEquivalentError, match="is not what one device computes from the whole batch"):
+        called(strategy, summed, equivalence="error")
+    called(strategy, averaged, equivalence="error")
+
+
+def test_ignored_step_is_traced_once_and_has_no_verdict(strategy):
+    traces = []
+
+    def step(w, x, y):
+        traces.append(x.shape)
+        return summed(w, x, y)
+
+    program = called(strategy, step, equivalence="ignore")
+    assert len(traces) == 1 and not program.proof.equivalence
+
+
+def test_the_only_replica_is_traced_first(strategy):
+    """Side effects of Python code in a step are those of the program that runs."""
+    sizes = []
+
+    def step(w, x, y):
+        sizes.append(x.shape[0])
+        return averaged(w, x, y)
+
+    called(strategy, step)
+    assert sizes == [16, 16 // strategy.num_replicas_in_sync]
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_1", "sharded_4"])
+def test_one_replica_is_not_compared(name):
+    assert not called(STRATEGIES[name](), summed).proof.equivalence
+
+
+def test_unknown_choice_is_an_error(strategy):
+    with pytest.raises(ValueError, match='`equivalence` says what to do .* "error", "warn" or "ignore", got \'yes\'.'):
+        strategy.step(averaged, equivalence="yes")
+
+
+def test_step_that_needs_the_size_of_a_part_is_unknown(strategy):
+    size = 16 // strategy.num_replicas_in_sync
+
+    def step(w, x, y):
+        return averaged(w, x.reshape(size), y)
+
+    (verdict,) = called(strategy, step).proof.equivalence.values()
+    assert verdict.name == "unknown"
+    assert verdict.reason.startswith("it cannot be traced with the whole batch: TypeError: ")
+
+
+def test_number_of_replicas_in_a_constant_is_not_called_wrong(strategy):
+    number = strategy.num_replicas_in_sync
+
+    def step(w, x, y):
+        return w - 0.1 * jdist.all_reduce("sum", GRAD(w, x, y)) / number, None
+
+    (verdict,) = called(strategy, step).proof.equivalence.values()
+    assert (verdict.name, verdict.reason) == ("unknown", "a constant may be the number of replicas")
+
+
+def test_values_of_one_number_per_replica_are_unknown(strategy):
+    program = strategy.step(lambda w, x: (w - jdist.all_reduce("mean", x), None))
+    program(strategy.init(lambda: jnp.float32(0)), strategy.distribute_values_from_function(lambda c: 1.0))
+    assert program.proof.unknown == ("state",)
+
+
+def test_outputs_have_verdicts_and_do_not_warn(strategy):
+    def step(w, x, y):
+        total = jnp.sum(x)
+        return averaged(w, x, y)[0], {
+            "per_example": w * x,
+            "total": jdist.all_reduce("sum", total),
+            "part": total,
+            "wrong": jdist.all_reduce("mean", total),
+        }
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = called(strategy, step).proof.equivalence
+    assert {name: verdict.name for name, verdict in found.items()} == {
+        "state": "equivalent",
+        "output['part']": "equivalent",
+        "output['per_example']": "equivalent",
+        "output['total']": "equivalent",
+        "output['wrong']": "not equivalent",
+    }
+    assert found["output['part']"].reason == "the sum over the replicas is that of one device"
+    assert found["output['wrong']"].reason == f"it is {strategy.num_replicas_in_sync} times too small"
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+def test_values_that_are_aggregated_when_read_are_compared_as_they_are_read(strategy, aggregation):
+    def step(state, x, y):
+        add = jnp.sum(x) if aggregation == "SUM" else jnp.mean(x)
+        return {"right": state["right"] + add, "wrong": state["wrong"] + jnp.sum(x) / jnp.sum(y)}, None
+
+    program = strategy.step(step)
+    state = strategy.init(lambda: {name: jdist.SyncOnRead(jnp.float32(0), aggregation) for name in ("right", "wrong")})
+    program.lower(state, *strategy.split((X, Y)))
+    assert program._compiled.proof.equivalent == ("state['right']",)
+    assert program._compiled.proof.not_equivalent == ("state['wrong']",)
+
+
+def test_several_steps_per_call_are_compared_too(strategy):
+    def lists():
+        return [[batch[i] for batch in [strategy.split((X, Y))] * 2] for i in (0, 1)]
+
+    for step, expected in ((averaged, "equivalent"), (summed, "not equivalent")):
+        program = strategy.step(step, steps_per_call=2)
+        program(strategy.init(lambda: jnp.float32(0.5)), *lists())
+        assert program.proof.equivalence["state"].name == expected
+
+
+APPROXIMATE = {
+    "int8",
+    "int8_stochastic",
+    "top_k",
+    "power_sgd",
+    "top_k_in_bfloat16",
+    "every_int8",
+    "skip_nonfinite_top_k",
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"), policies.cases(set(policies.POLICIES) - {"sum"}, ["mirrored_2", "groups_of_2"])
+)
+def test_policy_is_equivalent_or_says_in_which_sense(policy, name):
+    strategy, tx = policies.POLICY_STRATEGIES[name](), policies.POLICIES[policy](optax.adam(0.1))
+
+    def make_state():
+        params = policies.first_params()
+        return policies.State(params, tx.init(params))
+
+    def step(state, x, y):
+        loss, grads = jax.value_and_grad(policies.loss)(state.params, x, y)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return policies.State(optax.apply_updates(state.params, updates), opt_state), jdist.all_reduce("mean", loss)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = [np.zeros((policies.ROWS, size), np.float32) for size in (6, 4)]
+        found = verdicts_of(strategy, step, make_state, batch)
+    params = [verdict for leaf, verdict in found.items() if leaf.startswith("state.params")]
+    chex.assert_equal(len(params), 4)
+    if policy in policies.LOCAL_UPDATES:
+        assert all(verdict.by_design and "by design of the policy" in verdict.reason for verdict in params)
+        with pytest.raises(jdist.NotEquivalentError, match="by design of the policy"):
+            verdicts_of(strategy, step, make_state, batch, equivalence="error")
+    else:
+        assert {verdict.name for verdict in found.values()} == {"equivalent"}
+        assert any("up to the rounding" in verdict.reason for verdict in params) == (policy in APPROXIMATE)
