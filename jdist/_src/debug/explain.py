@@ -1,5 +1,6 @@
 """`explain`: the replication proof of a step, leaf by leaf."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jdist._src.core.arguments import check_callable
 from jdist._src.core.tree import PyTree
 from jdist._src.debug.explanation import Explanation, LeafExplanation
 from jdist._src.debug.flow_drawing import Flow, FlowNode
+from jdist._src.execution.equivalence import kind_of, leaf_verdicts
 from jdist._src.execution.program import Program
 from jdist._src.execution.replicate import WRAPPER_ADVICE, TracedReplica, analysis_inputs
 from jdist._src.jaxpr import replication
@@ -21,13 +23,14 @@ from jdist._src.strategies.current import get_strategy
 from jdist._src.strategies.description import grouped, listed
 from jdist._src.strategies.late_bound_step import Step
 from jdist._src.values.base import named_values
+from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.remote_array import RemoteArray
 
 _MAX_BOXES = {"replicated": 4, "varying": 4, "not proved": 8}  # of the picture: of a state, and of outputs
 
 
 def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named: PyTree) -> Explanation:
-    """Returns the replication proof of a step, leaf by leaf: whether it is replicated or varies, and why.
+    """Returns the proofs of a step, leaf by leaf: whether it is replicated or varies, whether one device computes it, and why.
 
     The step is traced for arguments of these shapes. Nothing is compiled, run or donated. It also explains a step that raises
     `NotMirroredError`.
@@ -57,13 +60,18 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
     """
     program, args = _program(step, args, named, strategy)
     args = jax.tree.map(_shape_if_remote, args, is_leaf=lambda leaf: isinstance(leaf, RemoteArray))
-    traced = program._trace_replica(*args)
+    traced, whole = program._trace_replica(*args)
     axes = program._spec.varying_axes
     jaxpr = jax_compat.open_jaxpr(traced.program)
     inputs = analysis_inputs(traced.function.items, traced.names, axes)
     variations = replication.prove(jaxpr, inputs, axes)
     origins, equations = find_origins(jaxpr, axes)
     leaves = _leaves(traced, inputs, variations, origins, equations)
+    if whole is not None:
+        kinds = [kind_of(item, wrapper) for item, wrapper in _placements(traced, variations)]
+        verdicts = leaf_verdicts(traced.program, whole, traced.function.items, kinds, program._spec)
+        pairs = zip(leaves, verdicts, strict=True)
+        leaves = [dataclasses.replace(leaf, equivalence=verdict) for leaf, verdict in pairs]
     flow = _flow(inputs, leaves, origins, equations)
     return Explanation(program._name, program.backend.replicas.size, tuple(leaves), flow)
 
@@ -106,6 +114,18 @@ def _leaves(
             fix = f"{replication.fix_for(cause, list(variation))} {WRAPPER_ADVICE}" if must_be_replicated else ""
             leaves.append(LeafExplanation(leaf_name, False, reasons, fix))
     return leaves
+
+
+def _placements(traced: TracedReplica, variations: Sequence[Variation]) -> list[tuple[Any, Any]]:
+    """Returns for each leaf the wrapper that the step returned, or None, and the class of the wrapper that it is placed in."""
+    results, remaining = traced.results, iter(variations)
+    placements = []
+    for number, item in enumerate(results.items):
+        for _ in jax.tree.leaves(0 if item is None else item.tree):
+            varies = bool(next(remaining))
+            own = type(item) if item is not None else PerReplica if varies and number >= results.num_state else None
+            placements.append((item, own))
+    return placements
 
 
 def _reasons(inputs: Sequence[replication.Input], sources: Origins, equations: dict[int, Origin]) -> tuple[str, ...]:

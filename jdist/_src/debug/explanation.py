@@ -9,12 +9,14 @@ from typing import Any
 
 from jdist._src.core.rendering import facts_table, html_of, rows_table, text_of
 from jdist._src.debug.flow_drawing import Flow, draw_flow
+from jdist._src.jaxpr.equivalence_verdict import Verdict
 from jdist._src.strategies.description import grouped, listed
 from jdist._src.strategies.mesh_drawing import WIDTH
 
 _MAX_ROWS = 40  # of the table
 _MAX_CAUSES = 5  # that are explained below the table
 _HEAD = ("leaf", "verdict", "why")
+_EQUIVALENCE = "on one device"  # the head of a further column, for several replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,14 @@ class LeafExplanation:
         reasons: If it is replicated, the collectives with their lines or the inputs that it is computed from. If it may vary,
             the chain of operations with their lines, from the input that varies to the leaf.
         fix: What to do, if it must be replicated and is not proved to be; else empty.
+        equivalence: Whether it is what one device computes from the whole batch; None for one replica.
     """
 
     path: str
     replicated: bool
     reasons: tuple[str, ...]
     fix: str = ""
+    equivalence: Verdict | None = None
 
     @property
     def verdict(self) -> str:
@@ -90,8 +94,10 @@ class Explanation:
         from rich.console import Group
         from rich.text import Text  # a plain string would be read as markup: paths contain brackets
 
-        rows = [_row(path, leaves) for path, leaves in grouped(self.leaves, _MAX_ROWS, separator="[")]
-        parts: list[Any] = [Text(self._title, style="bold"), rows_table(_HEAD, rows)]
+        is_compared = any(leaf.equivalence for leaf in self.leaves)
+        head = (*_HEAD[:2], _EQUIVALENCE, _HEAD[2]) if is_compared else _HEAD
+        rows = [_row(path, leaves, is_compared) for path, leaves in grouped(self.leaves, _MAX_ROWS, separator="[")]
+        parts: list[Any] = [Text(self._title, style="bold"), rows_table(head, rows)]
         paths_by_cause: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for leaf in self.problems:
             paths_by_cause.setdefault((leaf.reasons, leaf.fix), []).append(leaf.path)
@@ -100,6 +106,14 @@ class Explanation:
             parts += [Text(), facts_table(title, {"why": "\n-> ".join(reasons), "fix": fix})]
         if more := list(itertools.chain(*list(paths_by_cause.values())[_MAX_CAUSES:])):
             parts += [Text(), Text(f"Not proved either: {listed(more, 10)}.")]
+        wrong: dict[Verdict, list[str]] = {}
+        for leaf in self.leaves:
+            if leaf.equivalence and leaf.equivalence.name == "not equivalent":
+                wrong.setdefault(leaf.equivalence, []).append(leaf.path)
+        for verdict, paths in itertools.islice(wrong.items(), _MAX_CAUSES):
+            title = f"Not what one device computes: {listed(paths, 4)}"
+            facts = {"why": "\n-> ".join((verdict.reason, *verdict.lines)), "fix": verdict.fix}
+            parts += [Text(), facts_table(title, {name: text for name, text in facts.items() if text})]
         return Group(*parts)
 
     def _repr_html_(self) -> str:
@@ -113,10 +127,16 @@ class Explanation:
         return f"{self.step}, {replicas}: {count} of {len(self.leaves)} results are replicated{problems}"
 
 
-def _row(path: str, leaves: Sequence[LeafExplanation]) -> tuple[str, str, str]:
+def _row(path: str, leaves: Sequence[LeafExplanation], is_compared: bool) -> tuple[str, ...]:
     verdicts = [leaf.verdict for leaf in leaves]
-    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
+    compared = [leaf.equivalence.name if leaf.equivalence else "" for leaf in leaves]
     reasons = dict.fromkeys(" -> ".join(leaf.reasons) for leaf in leaves)
-    if len(leaves) == 1:
-        return path, verdicts[0], next(iter(reasons))
-    return f"{path} ({len(leaves):,} leaves)", ", ".join(counts), listed(list(reasons), 2, "; ")
+    why = next(iter(reasons)) if len(leaves) == 1 else listed(list(reasons), 2, "; ")
+    name = path if len(leaves) == 1 else f"{path} ({len(leaves):,} leaves)"
+    return (name, _counts(verdicts), *([_counts(compared)] if is_compared else []), why)
+
+
+def _counts(words: Sequence[str]) -> str:
+    if len(words) == 1:
+        return words[0]
+    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))

@@ -99,7 +99,7 @@ def _whole_shapes(item: Any, number: int) -> Any:
     return jax.tree.map(shape, item)
 
 
-def relations_of_inputs(items: Sequence[Any], axes: tuple[str, ...], number: int) -> list[AnyRelation]:
+def _relations_of_inputs(items: Sequence[Any], axes: tuple[str, ...], number: int) -> list[AnyRelation]:
     """Returns the relation of the block of each leaf of the arguments."""
     return [_relation(item, leaf, axes, number) for item in items for leaf in jax.tree.leaves(item)]
 
@@ -132,33 +132,48 @@ def verdicts(
         results: The results, with their wrappers.
         spec: The program.
     """
+    rows = zip(results.items, results.wrappers, results.trees, strict=True)
+    kinds = [kind_of(item, wrapper) for item, wrapper, tree in rows for _ in jax.tree.leaves(tree)]
+    remaining = iter(leaf_verdicts(local, whole, items, kinds, spec))
+    worst = lambda tree: max(
+        [next(remaining) for _ in jax.tree.leaves(tree)], key=lambda one: _RANK[one.name], default=EQUIVALENT
+    )
+    return [(name, worst(tree)) for name, tree in zip(results.names, results.trees, strict=True)]
+
+
+def leaf_verdicts(
+    local: Any, whole: Whole, items: Sequence[Any], kinds: Sequence[Kind], spec: ProgramSpec
+) -> list[Verdict]:
+    """Returns the verdict on each leaf of the results. See `verdicts`.
+
+    Args:
+        local: The closed jaxpr of one replica of several.
+        whole: The trace as the only replica.
+        items: The arguments.
+        kinds: How each leaf is read.
+        spec: The program.
+    """
     if whole.program is None:
-        return [(name, Verdict("unknown", whole.reason)) for name in results.names]
+        return [Verdict("unknown", whole.reason)] * len(kinds)
     names = spec.context.axes
     sizes = {axis: size for axis, size in spec.backend.replicas.axis_sizes if axis in names and size > 1}
-    inputs = relations_of_inputs(items, tuple(sizes), spec.context.num_replicas_in_sync)
+    inputs = _relations_of_inputs(items, tuple(sizes), spec.context.num_replicas_in_sync)
     try:
         relations = relate(local, whole.program, inputs, sizes)
-        rows = zip(results.items, results.wrappers, results.trees, strict=True)
-        kinds = [_kind(item, wrapper) for item, wrapper, tree in rows for _ in jax.tree.leaves(tree)]
         leaves = [
             verdict_of(relation, kind, sizes, kind == "replicated")
             for relation, kind in zip(relations, kinds, strict=True)
         ]
-        remaining = iter(confirmed(leaves, local, whole.program, inputs, list(map(Read, kinds)), sizes))
-        worst = lambda tree: max(
-            [next(remaining) for _ in jax.tree.leaves(tree)], key=lambda one: _RANK[one.name], default=EQUIVALENT
-        )
-        return [(name, worst(tree)) for name, tree in zip(results.names, results.trees, strict=True)]
+        return confirmed(leaves, local, whole.program, inputs, list(map(Read, kinds)), sizes)
     except Exception as error:  # an equation in a form that the rules do not know must not stop a step
-        reason = f"the analysis failed: {type(error).__name__}: {one_line(str(error))}"
-        return [(name, Verdict("unknown", reason)) for name in results.names]
+        return [Verdict("unknown", f"the analysis failed: {type(error).__name__}: {one_line(str(error))}")] * len(kinds)
 
 
 _RANK = {"equivalent": 0, "unknown": 1, "not equivalent": 2}
 
 
-def _kind(item: Any, wrapper: Any) -> Kind:
+def kind_of(item: Any, wrapper: Any) -> Kind:
+    """Returns how the leaves of a result are read: `item` is its own wrapper or None, `wrapper` the class that it is placed in."""
     if wrapper is None or wrapper._is_replicated:
         return "replicated"
     if wrapper is Sharded:
@@ -188,7 +203,7 @@ def report(found: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSp
 
 
 def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> str:
-    (name, verdict), *others = wrong
+    (name, verdict), *others = sorted(wrong, key=lambda pair: pair[1].depth)  # the nearest one to the cause
     more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
     also = f" (nor are {len(others)} more of {num_state}: {more})" if others else ""
     number = spec.context.num_replicas_in_sync

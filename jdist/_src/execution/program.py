@@ -19,7 +19,8 @@ from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.call_forms import CallForms
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
-from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica
+from jdist._src.execution.equivalence import Whole, compares
+from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica, trace_whole
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, Traced, TraceFn
 from jdist._src.replica.context import in_replica_function
@@ -100,12 +101,19 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         self._last_form = program
         return program._lower(args)
 
-    def _trace_replica(self, *args: PyTree) -> TracedReplica:
-        """Returns the traced program of one replica for arguments of these shapes. Its results may vary."""
-        traced: list[TracedReplica] = []
+    def _trace_replica(self, *args: PyTree) -> tuple[TracedReplica, Whole | None]:
+        """Returns the traced program of one replica for arguments of these shapes, and the one of the only replica.
+
+        The results may vary. The second is None where a program is not compared with one replica.
+        """
+        traced: list[tuple[TracedReplica, Whole | None]] = []
+
+        def trace(*args: PyTree) -> None:
+            call = self._spec.user_call(args)
+            whole = trace_whole(call, self._spec, self._stages) if compares(self._spec) else None
+            traced.append((trace_replica(call, self._spec, self._stages), whole))
 
         def trace_shapes(args: Arguments) -> Any:
-            trace = lambda *args: traced.append(trace_replica(self._spec.user_call(args), self._spec, self._stages))
             jax.eval_shape(trace, *self._compiled.shapes(args))
 
         with unkeyed():

@@ -59,7 +59,8 @@ class Proof:
             return text
         text += f"\n{len(self.equivalent)} of {total} results are what one device computes from the whole batch"
         for kind, names in (("not", self.not_equivalent), ("unknown", self.unknown)):
-            text += f"; {kind}: {', '.join(names)}" if names else ""
+            more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+            text += f"; {kind}: {', '.join(names[:3])}{more}" if names else ""
         return text
 
 

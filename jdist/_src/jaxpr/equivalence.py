@@ -31,7 +31,7 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
 from jdist._src.jaxpr.marks import call_name
-from jdist._src.jaxpr.relation_rules import RULES, Step
+from jdist._src.jaxpr.relation_rules import POINTWISE, RULES, Step
 from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split, same_relation
 
 
@@ -58,7 +58,7 @@ class _Analysis(Interpreter[AnyRelation]):
     """Computes the relation of each value. The equations of the jaxpr of one device are found by their position."""
 
     def __init__(self, axis_sizes: dict[str, int], inputs: Sequence[AnyRelation]):
-        self.axis_sizes = axis_sizes
+        self.axis_sizes, self._num_replicas = axis_sizes, math.prod(axis_sizes.values())
         groups = {split.axes for value in inputs if isinstance(value, Relation) for split in value.splits}
         self.groups = sorted(groups or {tuple(axis_sizes)})
         self._calls: list[Equation] = []
@@ -111,6 +111,11 @@ class _Analysis(Interpreter[AnyRelation]):
             self._literal(one, other) if isinstance(one, Literal) else value
             for one, other, value in zip(equation.invars, whole.invars, operands, strict=True)
         ]
+        primitive = equation.primitive.name
+        if primitive in POINTWISE and all(map(_is_clean, operands)) and self._num_replicas not in _numbers(equation):
+            return [REPLICATED]  # as in most equations of an optimizer
+        if primitive in RULES:
+            return self.primitive(jaxpr, equation, operands)
         for own, other in zip(jax_compat.programs(equation), jax_compat.programs(whole), strict=True):
             self._enter(own, other)
         name = call_name(equation)
@@ -280,6 +285,16 @@ class _Analysis(Interpreter[AnyRelation]):
         return math.prod(self.axis_sizes[axis] for axis in axes)
 
 
+def _is_clean(value: AnyRelation) -> bool:
+    """Whether nothing has to be known of a value but that it is equal."""
+    return not value.is_lost and value.is_clean  # type: ignore[union-attr]
+
+
+def _numbers(equation: Equation) -> list[Any]:
+    """Returns the constants among the operands of an equation."""
+    return [atom.val for atom in equation.invars if isinstance(atom, Literal) and not np.ndim(atom.val)]
+
+
 def _only_adds(body: Jaxpr, parts: jax_compat.ScanParts) -> bool:
     """Whether each iteration of a `scan` only adds a value to each element of its carry."""
     carried = body.invars[parts.num_consts : parts.num_consts + parts.num_carry]
@@ -366,7 +381,8 @@ def _same_form(one: Equation, other: Equation, names: Mapping[Any, Any], known: 
         one.primitive is not other.primitive
         or len(one.invars) != len(other.invars)
         or len(one.outvars) != len(other.outvars)
-        or len(jax_compat.programs(one)) != len(jax_compat.programs(other))
+        or one.primitive.name not in RULES
+        and len(jax_compat.programs(one)) != len(jax_compat.programs(other))
     ):
         return False
     for a, b in zip(one.invars, other.invars, strict=True):

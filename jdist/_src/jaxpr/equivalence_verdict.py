@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from jdist._src.core import source_lines
 from jdist._src.jaxpr.collective_lines import collective_name
@@ -50,9 +50,25 @@ class Verdict:
         """The user's line to change, or None."""
         return self._begin.line if self._begin else None
 
+    @property
+    def depth(self) -> int:
+        """The number of operations from where the difference begins to the result."""
+        return self._cause.depth if self._cause else 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the equations, of which only the lines are kept.
+        fields = self.name, self.reason, self.factor, self.fix, self.by_design, self.may_be_refuted
+        return _restored, (fields, self.lines, self.place)
+
     def __str__(self) -> str:
         where = f" at {self.place}" if self.name != "equivalent" and self.place else ""
         return f"{self.name} ({self.reason}{where})" if self.reason else self.name
+
+
+def _restored(fields: tuple[Any, ...], lines: tuple[str, ...], place: source_lines.Frame | None) -> Verdict:
+    verdict = Verdict(*fields)
+    vars(verdict).update(lines=lines, place=place)
+    return verdict
 
 
 EQUIVALENT = Verdict("equivalent")
@@ -85,7 +101,7 @@ def verdict_of(
     value = relation
     if is_replicated and (value.partial or value.extreme):
         repeated = math.prod(axis_sizes[axis] for axis in value.partial)
-        value = dataclasses.replace(value, factor=value.factor * repeated, partial=frozenset(), extreme=None)
+        value = value.replace(factor=value.factor * repeated, partial=frozenset(), extreme=None)
     if value.extreme:
         return Verdict("unknown", f"each replica has the {value.extreme[0]} of its examples")
     if kind == "split" or kind == "per replica" and value.splits:

@@ -108,7 +108,7 @@ class Step:
         if len(local) != len(whole):
             return self.lost("no rule")
         if result.is_nonnegative and getattr(jax_compat.dtype_of(self.equation.outvars[number]), "kind", "") == "c":
-            result = dataclasses.replace(result, is_nonnegative=result.is_zero)
+            result = result.replace(is_nonnegative=result.is_zero)
         expected = list(local)
         for split in result.splits:
             if split.dim >= len(local) or local[split.dim] % split.outer:
@@ -230,7 +230,7 @@ class Step:
             if value.stack != stack and (value.stack or shape and self.shape(i)[stack[1]] != 1):
                 return self.lost("no rule", value)
             ordered = tuple(splits[dim] for dim in sorted(splits))
-            spread.append(dataclasses.replace(value, splits=ordered, stack=stack))
+            spread.append(value.replace(splits=ordered, stack=stack))
         return spread
 
     def nonnegative(self) -> list[AnyRelation]:
@@ -246,7 +246,7 @@ class Step:
         if value.extreme:
             return [self.lost("extreme", value)]
         offset = tuple((axis, tuple(-x for x in numbers)) for axis, numbers in value.offset)
-        return [dataclasses.replace(value, offset=offset, is_nonnegative=value.is_zero)]
+        return [value.replace(offset=offset, is_nonnegative=value.is_zero)]
 
     def converted(self) -> list[AnyRelation]:
         (value,) = self.operands
@@ -257,7 +257,7 @@ class Step:
         if new.kind == "b" and old.kind != "b" or rounds:
             return [self._pointwise(is_nonnegative=value.is_nonnegative, is_zero=value.is_zero)]
         nonnegative = value.is_nonnegative or old.kind in "bu"
-        return [dataclasses.replace(value, is_nonnegative=nonnegative)]
+        return [value.replace(is_nonnegative=nonnegative)]
 
     def power(self, exponent: float, **known: Any) -> list[AnyRelation]:
         """A power, of which a factor can be taken out."""
@@ -265,11 +265,7 @@ class Step:
         if exponent > 0 and value.is_zero:
             return [value]
         if value.is_plain and value.factor > 0:
-            return [
-                dataclasses.replace(
-                    value, factor=value.factor**exponent, is_zero=False, **{"is_nonnegative": False, **known}
-                )
-            ]
+            return [value.replace(factor=value.factor**exponent, is_zero=False, **{"is_nonnegative": False, **known})]
         return [self._pointwise(**known)]
 
     def integer_power(self) -> list[AnyRelation]:
@@ -300,9 +296,9 @@ class Step:
         """A sum is finite if and only if its parts are, up to overflow."""
         (value,) = self.operands
         if value.partial and not (value.extreme or value.stack or value.is_special):
-            return [dataclasses.replace(value, factor=1.0, partial=frozenset(), extreme=("min", value.partial))]
+            return [value.replace(factor=1.0, partial=frozenset(), extreme=("min", value.partial))]
         if value.is_plain:
-            return [dataclasses.replace(value, factor=1.0, is_zero=False, is_nonnegative=True)]
+            return [value.replace(factor=1.0, is_zero=False, is_nonnegative=True)]
         return [self._pointwise()]
 
     def bounded(self) -> list[AnyRelation]:
@@ -323,10 +319,10 @@ class Step:
         others = [value for value in self.operands if not value.is_zero]
         factors = {value.factor for value in others}
         if len(factors) == 1 and all(value.is_plain for value in others):
-            scaled, self.operands = self.operands, [dataclasses.replace(value, factor=1.0) for value in self.operands]
+            scaled, self.operands = self.operands, [value.replace(factor=1.0) for value in self.operands]
             result = self._pointwise(is_nonnegative=is_nonnegative)
             self.operands = scaled
-            return result if isinstance(result, Lost) else dataclasses.replace(result, factor=factors.pop())
+            return result if isinstance(result, Lost) else result.replace(factor=factors.pop())
         return self._pointwise(is_nonnegative=is_nonnegative)
 
     def compared(self) -> list[AnyRelation]:
@@ -340,12 +336,12 @@ class Step:
         # The test for a negative index: positions of examples are at least 0.
         if name == "lt" and second.is_zero and first.is_nonnegative:
             if first.is_index or first.offset:
-                return [ZERO if not first.splits else dataclasses.replace(ZERO, splits=first.splits)]
+                return [ZERO if not first.splits else ZERO.replace(splits=first.splits)]
         result = self._with_equal_factors(False)
         if isinstance(result, Lost):
             return [result]
         zero_test = first if name == "eq" and second.is_zero else None
-        return [dataclasses.replace(result, factor=1.0, zero_test=zero_test)]
+        return [result.replace(factor=1.0, zero_test=zero_test)]
 
     def _is_pure_index(self, value: Relation) -> bool:
         """Whether a multiple of the index is 0 on the first replica only."""
@@ -357,7 +353,7 @@ class Step:
         first, second = self.operands
         is_difference = self.equation.primitive.name == "sub"
         if is_difference and self.is_same_operand():
-            return [dataclasses.replace(ZERO, splits=first.splits)]
+            return [ZERO.replace(splits=first.splits)]
         if second.is_zero or first.is_zero:
             return [self._added_zero(is_difference)]
         if first.extreme or second.extreme or first.is_key or second.is_key or first.is_first or second.is_first:
@@ -373,7 +369,7 @@ class Step:
         if fitting is None:
             return [self._mixed()]
         nonnegative = not is_difference and first.is_nonnegative and second.is_nonnegative
-        return [dataclasses.replace(fitting[0], is_zero=False, is_nonnegative=nonnegative, **flags(first, second))]
+        return [fitting[0].replace(is_zero=False, is_nonnegative=nonnegative, **flags(first, second))]
 
     def _added_zero(self, is_difference: bool) -> AnyRelation:
         spread = self._spread(self.operands)
@@ -436,7 +432,7 @@ class Step:
         if isinstance(result, Lost):
             return [result]
         nonnegative = self.is_same_operand() or first.is_nonnegative and second.is_nonnegative
-        return [dataclasses.replace(result, is_nonnegative=nonnegative)]
+        return [result.replace(is_nonnegative=nonnegative)]
 
     def _zeros(self) -> AnyRelation:
         """Returns zeros of the shape of the result."""
@@ -452,7 +448,7 @@ class Step:
             if dim not in known and axes is None:
                 return self.lost("no rule")
             splits.append(known[dim] if dim in known else Split(axes, dim))  # type: ignore[arg-type]
-        return dataclasses.replace(ZERO, splits=tuple(splits))
+        return ZERO.replace(splits=tuple(splits))
 
     def _multiple_of_index(self) -> AnyRelation:
         """A multiple of the index is 0 on one device, whatever it is multiplied by."""
@@ -460,7 +456,7 @@ class Step:
             if value.is_index and isinstance(self.equation.invars[1 - i], Literal):
                 factor = float(np.asarray(self.equation.invars[1 - i].val))
                 offset = tuple((axis, tuple(x * factor for x in numbers)) for axis, numbers in value.offset)
-                return dataclasses.replace(value, offset=offset, is_nonnegative=value.is_nonnegative and factor > 0)
+                return value.replace(offset=offset, is_nonnegative=value.is_nonnegative and factor > 0)
         return self.lost("index")
 
     def _multiple_of_positions(self) -> AnyRelation:
@@ -469,7 +465,7 @@ class Step:
             if value.offset and isinstance(self.equation.invars[1 - i], Literal) and other.factor == 1:
                 factor = float(np.asarray(self.equation.invars[1 - i].val))
                 offset = tuple((axis, tuple(x * factor for x in numbers)) for axis, numbers in value.offset)
-                return dataclasses.replace(value, offset=offset, is_nonnegative=False)
+                return value.replace(offset=offset, is_nonnegative=False)
         return self.lost("index")
 
     def _product(self, first: Relation, second: Relation, splits: tuple[Split, ...] | None = None) -> AnyRelation:
@@ -502,7 +498,7 @@ class Step:
             return result
         if any(is_close(value.factor, result.factor) for value in self.operands):
             return result
-        return dataclasses.replace(result, origin=self.cause())
+        return result.replace(origin=self.cause())
 
     def _doubt(self) -> tuple[int, int]:
         """Returns the powers of the number of replicas that constants may be in a product or a quotient."""
@@ -525,11 +521,11 @@ class Step:
             return [self.lost("partial", second)]
         if second.extreme or first.extreme:
             return [self.lost("extreme")]
-        inverse = dataclasses.replace(second, factor=1 / second.factor)
+        inverse = second.replace(factor=1 / second.factor)
         result = self._noted(self._product(first, inverse))
         if isinstance(result, Lost):
             return [result]
-        return [dataclasses.replace(result, is_nonnegative=first.is_nonnegative and second.is_nonnegative)]
+        return [result.replace(is_nonnegative=first.is_nonnegative and second.is_nonnegative)]
 
     def raised(self) -> list[AnyRelation]:
         """`pow` with a constant exponent."""
@@ -555,7 +551,7 @@ class Step:
             return [lost]
         # `where(x == 0, 1, x)` guards a division of what is 0 if `x` is.
         if len(cases) == 2 and predicate.zero_test is cases[0] and predicate.is_pointwise and cases[0].is_plain:
-            return [dataclasses.replace(cases[0], is_zero=False)]
+            return [cases[0].replace(is_zero=False)]
         if not predicate.is_pointwise:
             return [
                 self._pointwise() if predicate.is_special or predicate.is_index else self.lost("predicate", predicate)
@@ -567,14 +563,13 @@ class Step:
         joined = self.joined(self.operands)
         if isinstance(joined, Lost):
             return [self._mixed() if joined.reason == "mixed" else joined]
-        return [dataclasses.replace(joined, **flags(predicate, joined))]
+        return [joined.replace(**flags(predicate, joined))]
 
     def _of_first_replica(self, others: AnyRelation, first: AnyRelation) -> AnyRelation:
         """A value on replica 0, and zeros elsewhere: a replicated value becomes its partial sum, as in a broadcast."""
         if isinstance(first, Relation) and isinstance(others, Relation) and others.is_zero and first.is_plain:
             if not first.splits and not isinstance(first, Lost):
-                return dataclasses.replace(
-                    first,
+                return first.replace(
                     partial=frozenset(self.analysis.axis_sizes),
                     is_zero=False,
                     origin=first.origin or self.cause(),
@@ -587,7 +582,7 @@ class Step:
         (value,) = self.operands
         axes = self.params["axes"]
         if value.is_zero:
-            return [dataclasses.replace(ZERO, splits=self._without_dims(value.splits, axes))]
+            return [ZERO.replace(splits=self._without_dims(value.splits, axes))]
         if value.is_special or value.is_index:
             return [self.lost("index")]
         if value.extreme:
@@ -633,8 +628,7 @@ class Step:
         removed = frozenset(axis for split in value.splits if split.dim in axes for axis in split.axes)
         over = removed | (value.extreme[1] if value.extreme else frozenset())
         return [
-            dataclasses.replace(
-                value,
+            value.replace(
                 splits=self._without_dims(value.splits, axes),
                 extreme=(name, over) if over else None,
                 origin=self.cause(value) if removed else value.origin,
@@ -660,9 +654,7 @@ class Step:
         if self.equation.primitive.name == "reduce_prod" and not is_close(value.factor, 1):
             return self.every(self.lost("factor", value))
         factor = 1.0 if self.equation.primitive.name.startswith("arg") else value.factor
-        return self.every(
-            dataclasses.replace(value, factor=factor, is_zero=False, splits=self._without_dims(value.splits, axes))
-        )
+        return self.every(value.replace(factor=factor, is_zero=False, splits=self._without_dims(value.splits, axes)))
 
     def _without_dims(self, splits: Iterable[Split], axes: Sequence[int]) -> tuple[Split, ...]:
         return tuple(s.replace(dim=_shifted_dim(s.dim, axes)) for s in splits if s.dim not in axes)
@@ -688,7 +680,7 @@ class Step:
             and position(rank - 1) != len(self.result_shape()) - 1
         ):
             return self.lost("index")
-        return dataclasses.replace(value, splits=splits, stack=stack)
+        return value.replace(splits=splits, stack=stack)
 
     def broadcast(self) -> list[AnyRelation]:
         value = self.operands[0]
@@ -706,7 +698,7 @@ class Step:
             axes = self._any_group_of(local[dim], whole[dim], known={a for s in result.splits for a in s.axes})
             copies = self._group_of(whole[dim], local[dim])
             if axes is None and copies and whole[dim] == 1 and result.is_plain:
-                result = dataclasses.replace(result, stack=(copies, dim))
+                result = result.replace(stack=(copies, dim))
                 continue
             if axes is None:
                 return [self._unknown_broadcast(result)]
@@ -715,7 +707,7 @@ class Step:
             if result.extreme or result.is_key:
                 return [self.lost("extreme", value)]
             splits = tuple(sorted([*result.splits, Split(axes, dim, is_constant=True)], key=lambda s: s.dim))
-            result = dataclasses.replace(result, splits=splits)
+            result = result.replace(splits=splits)
         return [result]
 
     def _unknown_broadcast(self, value: Relation) -> Lost:
@@ -772,7 +764,7 @@ class Step:
                 return [self.lost("no rule")]
             result.append(mapped)
         result.sort(key=lambda s: s.dim)
-        return [dataclasses.replace(value, splits=tuple(result), stack=stack)]
+        return [value.replace(splits=tuple(result), stack=stack)]
 
     def _reshaped_split(
         self, split: Split, old: Sequence[int], new: Sequence[int], whole: Sequence[int]
@@ -821,9 +813,7 @@ class Step:
         splits = [s for value in values for s in value.splits if s.dim == dim]
         if splits:
             sizes = {self.shape(i)[dim] for i in range(len(values))}
-            plain = [
-                dataclasses.replace(value, splits=tuple(s for s in value.splits if s.dim != dim)) for value in values
-            ]
+            plain = [value.replace(splits=tuple(s for s in value.splits if s.dim != dim)) for value in values]
             joined = self.joined(plain)
             if len(splits) < len(values) or len(sizes) > 1 or {s.axes for s in splits} != {splits[0].axes}:
                 return [self.lost("no rule")]
@@ -832,11 +822,11 @@ class Step:
             new = sorted(
                 [*joined.splits, Split(splits[0].axes, dim, len(values), splits[0].regrouped)], key=lambda s: s.dim
             )
-            return [dataclasses.replace(joined, splits=tuple(new))]
+            return [joined.replace(splits=tuple(new))]
         if any(value.stack and value.stack[1] == dim for value in values):
             return [self.lost("no rule")]
         others = [value for value in values if not value.is_zero]
-        filled = [dataclasses.replace(v, splits=others[0].splits) if v.is_zero and others else v for v in values]
+        filled = [v.replace(splits=others[0].splits) if v.is_zero and others else v for v in values]
         joined = self.joined(filled)
         return [self.lost("order") if isinstance(joined, Lost) and joined.reason == "mixed" else joined]
 
@@ -911,10 +901,10 @@ class Step:
                 )
                 if not is_copy or own.limit[dim] - own.start[dim] != 1 or sizes[dim] != self.analysis.group_size(axes):
                     return self.lost("index", value)
-                value = dataclasses.replace(value, stack=None)
+                value = value.replace(stack=None)
         if any(len(numbers) > 1 for _, numbers in value.offset) and own.limit[-1] - own.start[-1] != sizes[-1]:
             return self.lost("index")
-        return dataclasses.replace(value, splits=tuple(splits))
+        return value.replace(splits=tuple(splits))
 
     def tiled(self) -> list[AnyRelation]:
         """`tile`: a dim that is repeated is not split."""
@@ -930,7 +920,7 @@ class Step:
         splits = [split.replace(outer=split.outer * reps[split.dim]) for split in moved.splits]
         if any(reps[split.dim] > 1 and split.regrouped > 1 for split in splits):
             return [self.lost("order")]
-        return [dataclasses.replace(moved, splits=tuple(splits))]
+        return [moved.replace(splits=tuple(splits))]
 
     def stacked(self) -> list[AnyRelation]:
         """`stack` along a new dim."""
@@ -939,11 +929,11 @@ class Step:
         for value in self.operands:
             splits = tuple(s.replace(dim=s.dim + (s.dim >= axis)) for s in value.splits)
             stack = (value.stack[0], value.stack[1] + (value.stack[1] >= axis)) if value.stack else None
-            moved.append(dataclasses.replace(value, splits=splits, stack=stack))
+            moved.append(value.replace(splits=splits, stack=stack))
         if any(value.offset or value.is_index for value in moved):
             return [self.lost("index")]
         others = [value for value in moved if not value.is_zero]
-        filled = [dataclasses.replace(v, splits=others[0].splits) if v.is_zero and others else v for v in moved]
+        filled = [v.replace(splits=others[0].splits) if v.is_zero and others else v for v in moved]
         joined = self.joined(filled)
         return [self.lost("order") if isinstance(joined, Lost) and joined.reason == "mixed" else joined]
 
@@ -956,7 +946,7 @@ class Step:
             is_copy = not (set(value.stack[0]) & value.partial or value.extreme)
             if not is_copy or any(set(split.axes) & set(value.stack[0]) for split in value.splits):
                 return self.every(self.lost("index", value))
-            value = dataclasses.replace(value, stack=None)
+            value = value.replace(stack=None)
         if any(split.dim == axis for split in value.splits):
             return self.every(self.lost("part", value))
         return self.every(self._moved(value, lambda dim: _shifted_dim(dim, (axis,))))
@@ -970,14 +960,14 @@ class Step:
         first = len(self.shape(0)) - len(self.params["fft_lengths"])
         if value.stack or value.extreme or value.is_special or any(split.dim >= first for split in value.splits):
             return [self.lost("no rule")]
-        return [dataclasses.replace(value, is_nonnegative=False)]
+        return [value.replace(is_nonnegative=False)]
 
     def _repeated(self, value: Relation) -> AnyRelation:
         """A value that every device has is repeated once for each of its examples."""
         local, whole = self.result_shape(), self.whole_result_shape()
         dims = [dim for dim in range(len(local)) if local[dim] != whole[dim]]
         axes = self._group_of(local[dims[0]], whole[dims[0]]) if len(dims) == 1 else None
-        return dataclasses.replace(value, splits=(Split(axes, dims[0]),)) if axes else self.lost("no rule")
+        return value.replace(splits=(Split(axes, dims[0]),)) if axes else self.lost("no rule")
 
     def padded(self) -> list[AnyRelation]:
         value, filling = self.operands
@@ -988,7 +978,7 @@ class Step:
             return [self.lost("no rule")]
         if all(one == (0, 0, 0) for one in config):
             return [value]
-        filling = dataclasses.replace(filling, splits=value.splits, stack=value.stack)
+        filling = filling.replace(splits=value.splits, stack=value.stack)
         return [self.joined([value, filling])]
 
     def positions(self) -> list[AnyRelation]:
@@ -1051,7 +1041,7 @@ class Step:
             return [self.lost("no rule")]
         if value.partial & axes:
             return [self.lost("statistic", value)]
-        return [dataclasses.replace(value, factor=value.factor / matrix.factor, is_nonnegative=False)]
+        return [value.replace(factor=value.factor / matrix.factor, is_nonnegative=False)]
 
     # Products.
 
@@ -1105,7 +1095,7 @@ class Step:
         nonnegative = first.is_nonnegative and second.is_nonnegative
         origin = self.cause(first, second) if summed else result.origin
         partial = result.partial | summed
-        return dataclasses.replace(result, partial=partial, is_nonnegative=nonnegative, origin=origin)
+        return result.replace(partial=partial, is_nonnegative=nonnegative, origin=origin)
 
     def convolved(self) -> list[AnyRelation]:
         """`conv_general_dilated`. The gradient of a kernel has the examples among the input features."""
@@ -1174,7 +1164,7 @@ class Step:
         if len(split_axes) > len(set(split_axes)):
             return [self.lost("pairs")]
         ordered = tuple(sorted(splits, key=lambda s: s.dim))
-        return [dataclasses.replace(operand, splits=ordered, is_zero=operand.is_zero, **flags(operand, indices))]
+        return [operand.replace(splits=ordered, is_zero=operand.is_zero, **flags(operand, indices))]
 
     def _is_selection(self, indices: Relation) -> bool:
         return not (
@@ -1264,13 +1254,12 @@ class Step:
             return [self.lost("index")]
         ordered = tuple(sorted(operand_splits, key=lambda s: s.dim))
         if operand.is_zero:
-            operand = dataclasses.replace(operand, splits=ordered)
+            operand = operand.replace(splits=ordered)
         if operand.splits != ordered or updates.extreme or updates.is_special or operand.is_special or operand.extreme:
             return [self.lost("no rule")]
         if updates.partial & {axis for split in ordered for axis in split.axes} or updates.partial & summed:
             return [self.lost("statistic", updates)]
-        moved = dataclasses.replace(
-            updates,
+        moved = updates.replace(
             splits=ordered,
             partial=updates.partial | summed,
             origin=self.cause(updates) if summed else updates.origin,
@@ -1290,8 +1279,8 @@ class Step:
             result = self._mixed()
         else:
             nonnegative = operand.is_nonnegative and updates.is_nonnegative
-            result = dataclasses.replace(
-                fitting[1], is_zero=operand.is_zero and updates.is_zero, is_nonnegative=nonnegative, **flags(*values)
+            result = fitting[1].replace(
+                is_zero=operand.is_zero and updates.is_zero, is_nonnegative=nonnegative, **flags(*values)
             )
         self.operands = self_operands
         return [result]
@@ -1305,16 +1294,16 @@ class Step:
             return [own]
         if not all(start.is_equal for start in starts[: len(sizes)]):
             if value.stack and not value.partial and not value.splits and len(sizes) and sizes[value.stack[1]] == 1:
-                return [dataclasses.replace(value, stack=None)]
+                return [value.replace(stack=None)]
             return [self.lost("index" if any(start.is_special or start.is_index for start in starts) else "no rule")]
         if any(sizes[split.dim] != self.shape(0)[split.dim] for split in value.splits):
             return [self.lost("part", value)]
         if value.stack and sizes[value.stack[1]] != self.shape(0)[value.stack[1]]:
             splits = [s for s in value.splits if set(s.axes) & set(value.stack[0])]
             if sizes[value.stack[1]] == 1 and not splits and not value.partial and not value.extreme:
-                return [dataclasses.replace(value, stack=None)]
+                return [value.replace(stack=None)]
             return [self.lost("index", value)]
-        return [dataclasses.replace(value, **flags(value, *starts))]
+        return [value.replace(**flags(value, *starts))]
 
     def _own_part(self, value: Relation, starts: Sequence[Relation]) -> Relation | None:
         """Returns the rows of each replica, if it takes them out of an array that all replicas have."""
@@ -1330,7 +1319,7 @@ class Step:
             distance *= self.analysis.axis_sizes[axis]
         if distance != self.shape(0)[dims[0]]:
             return None
-        return dataclasses.replace(value, splits=(Split(axes, dims[0]),))
+        return value.replace(splits=(Split(axes, dims[0]),))
 
     def dynamic_update(self) -> list[AnyRelation]:
         value, update, *starts = self.operands
@@ -1341,7 +1330,7 @@ class Step:
                 return [self.lost("part", value)]
         others = [one for one in (value, update) if not one.is_zero]
         splits = others[0].splits if others else value.splits
-        values = [dataclasses.replace(one, splits=splits) if one.is_zero else one for one in (value, update)]
+        values = [one.replace(splits=splits) if one.is_zero else one for one in (value, update)]
         return [self.joined(values)]
 
     def windowed_sum(self) -> list[AnyRelation]:
@@ -1370,7 +1359,7 @@ class Step:
         window = self.params["window_dimensions"]
         if any(window[split.dim] != 1 for split in source.splits):
             return [self.lost("order")]
-        return [dataclasses.replace(source, **flags(source, operand))]
+        return [source.replace(**flags(source, operand))]
 
     # Random numbers.
 
@@ -1460,7 +1449,7 @@ class Step:
         factor = value.factor / math.prod(self.analysis.axis_sizes[axis] for axis in repeated)
         parent = value.origin
         cause = Cause(self.analysis.site(self.equation), parent, parent.depth + 1 if parent else 0)
-        return dataclasses.replace(value, partial=value.partial - named, factor=factor, origin=cause)
+        return value.replace(partial=value.partial - named, factor=factor, origin=cause)
 
     def all_extreme(self, name: str) -> list[AnyRelation]:
         named, is_unusual = self._named()
@@ -1482,7 +1471,7 @@ class Step:
         kind, axes = value.extreme
         if kind != name:
             return self.lost("extreme", value)
-        return dataclasses.replace(value, extreme=(kind, axes - named) if axes - named else None)
+        return value.replace(extreme=(kind, axes - named) if axes - named else None)
 
     def all_maximum(self) -> list[AnyRelation]:
         return self.all_extreme("max")
@@ -1508,20 +1497,20 @@ class Step:
         if tiled:
             if own is not None and own.dim == dim and own.outer == 1 and not value.extreme:
                 kept = tuple(split for split in value.splits if split is not own)
-                return dataclasses.replace(value, splits=kept)
+                return value.replace(splits=kept)
             if own is not None or any(split.dim == dim for split in value.splits):
                 return self.lost("order", value)
             if any(set(split.axes) & named for split in value.splits) or not (
                 named <= value.partial or not named & value.partial
             ):
                 return self.lost("no rule", value)
-            return dataclasses.replace(value, stack=(axes, dim))
+            return value.replace(stack=(axes, dim))
         if own is None and any(set(split.axes) & named for split in value.splits):
             return self.lost("no rule", value)
         if named & value.partial and not named <= value.partial:
             return self.lost("no rule", value)
         splits = tuple(split.replace(dim=split.dim + (split.dim >= dim)) for split in value.splits)
-        return dataclasses.replace(value, splits=splits, stack=(axes, dim))
+        return value.replace(splits=splits, stack=(axes, dim))
 
     def reduce_scattered(self) -> list[AnyRelation]:
         named, is_unusual = self._named()
@@ -1534,7 +1523,7 @@ class Step:
         if isinstance(result, Lost) or result.stack:
             return [result if isinstance(result, Lost) else self.lost("no rule")]
         splits = tuple(sorted([*result.splits, Split(axes, dim)], key=lambda s: s.dim))
-        return [dataclasses.replace(result, splits=splits)]
+        return [result.replace(splits=splits)]
 
     def has_usual_operands(self, kind: str, *details: str) -> bool:
         """Whether a call of jdist has the operands and results that jdist gave it."""
@@ -1572,7 +1561,7 @@ class Step:
         for value in self.operands[:number]:
             total = self._lost_again(value) if isinstance(value, Lost) else self._all_summed(value, named)
             if isinstance(total, Relation):
-                total = dataclasses.replace(total, factor=total.factor * replicas, approximate=policy)
+                total = total.replace(factor=total.factor * replicas, approximate=policy)
             means.append(total)
         lost = next((self._lost_again(value) for value in self.operands if isinstance(value, Lost)), None)
         residual = lost or Relation(partial=named, approximate=policy)
@@ -1619,7 +1608,7 @@ class Step:
         axes = self.analysis.groups[0]
         if not start.is_zero or not added.is_plain or added.splits or len(self.analysis.groups) > 1:
             return self.lost("no rule")
-        return dataclasses.replace(added, partial=frozenset(axes), origin=self.cause(added))
+        return added.replace(partial=frozenset(axes), origin=self.cause(added))
 
     def without_first_dim(self, value: AnyRelation, scans_examples: bool) -> AnyRelation:
         """Returns a slice of what a `scan` iterates over."""
@@ -1634,7 +1623,7 @@ class Step:
         stack = (value.stack[0], value.stack[1] - 1) if value.stack else None
         if first and (value.partial or value.extreme):
             return self.lost("no rule", value)
-        return dataclasses.replace(value, splits=splits, stack=stack)
+        return value.replace(splits=splits, stack=stack)
 
     def with_first_dim(self, value: AnyRelation, scans_examples: bool) -> AnyRelation:
         """Returns the stacked results of a `scan`."""
@@ -1646,7 +1635,7 @@ class Step:
             if value.partial or value.extreme or value.splits or value.is_special:
                 return self.lost("no rule", value)
             splits = (Split(self.analysis.groups[0], 0),) if len(self.analysis.groups) == 1 else ()
-        return dataclasses.replace(value, splits=splits, stack=stack)
+        return value.replace(splits=splits, stack=stack)
 
 
 class _Part(NamedTuple):
@@ -1775,3 +1764,25 @@ def _table() -> dict[str, Callable[[Step], list[AnyRelation]]]:
 
 
 RULES = _table()
+
+# Primitives of which each element of the result is computed from the same element of the operands.
+POINTWISE = frozenset(
+    name
+    for name, rule in RULES.items()
+    if rule
+    in (
+        Step.pointwise,
+        Step.nonnegative,
+        Step.negated,
+        Step.square,
+        Step.square_root,
+        Step.inverse_square_root,
+        Step.absolute,
+        Step.sign,
+        Step.bounded,
+        Step.clamped,
+        Step.multiplied,
+        Step.divided,
+        Step.raised,
+    )
+) | {"add", "sub", "add_any"}

@@ -13,6 +13,7 @@ A value without such a relation is `Lost`: it depends on the split, or nothing i
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -134,17 +135,33 @@ class Relation:
         """Returns the relation of an array with these dims split over mesh axes."""
         return cls(splits=tuple(Split(axes, dim) for dim, axes in sorted(splits.items())))
 
+    def replace(self, **fields: Any) -> "Relation":
+        """Returns the relation with other fields. As `dataclasses.replace`, in less time."""
+        new = object.__new__(Relation)
+        values = vars(new)
+        values.update(vars(self))
+        values.pop("is_equal", None)
+        values.pop("is_plain", None)
+        values.pop("is_clean", None)
+        values.update(fields)
+        return new
+
     @property
     def is_lost(self) -> bool:
         """Whether it is `Lost`."""
         return False
 
-    @property
+    @functools.cached_property
     def is_equal(self) -> bool:
         """Whether the values of the replicas and of the one device are equal."""
         return self.is_plain and self.factor == 1 and not self.splits
 
-    @property
+    @functools.cached_property
+    def is_clean(self) -> bool:
+        """Whether the values are equal, and nothing else is known of them."""
+        return self.is_equal and not (self.is_zero or self.in_distribution or self.approximate or self.doubt != (0, 0))
+
+    @functools.cached_property
     def is_plain(self) -> bool:
         """Whether it has nothing but a factor and splits."""
         return not (self.partial or self.extreme or self.stack or self.is_special)
@@ -213,9 +230,9 @@ def aligned(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[R
     lifted = []
     for value in values:
         if extreme and not value.extreme and not value.partial and not value.is_zero:
-            value = dataclasses.replace(value, extreme=extreme)  # a replicated value is the greatest of all replicas
+            value = value.replace(extreme=extreme)  # a replicated value is the greatest of all replicas
         if value.is_zero:
-            lifted.append(dataclasses.replace(others[0], partial=partial, extreme=extreme))
+            lifted.append(others[0].replace(partial=partial, extreme=extreme))
             continue
         missing = partial - value.partial
         if missing & {axis for split in value.splits for axis in split.axes}:
@@ -223,7 +240,7 @@ def aligned(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[R
         if partial and value.extreme or missing and (value.stack or value.is_special):
             return None
         factor = value.factor / math.prod(axis_sizes[axis] for axis in missing)
-        lifted.append(dataclasses.replace(value, partial=partial, factor=factor))
+        lifted.append(value.replace(partial=partial, factor=factor))
     first = next(value for value, original in zip(lifted, values, strict=True) if not original.is_zero)
     for i, (value, original) in enumerate(zip(lifted, values, strict=True)):
         if original.is_zero:

@@ -148,7 +148,7 @@ class BatchLayout:
             stored_shape = (1, *shape)
         sharding = NamedSharding(replicas.mesh, spec)
         default = replicas.batch_sharding(stored_shape)
-        is_default = is_per_replica and sharding.is_equivalent_to(default, len(stored_shape))
+        is_default = is_per_replica and not split_dim and sharding.is_equivalent_to(default, len(stored_shape))
         sharding = default if is_default else sharding
         return LeafLayout(stored_shape, sharding, replicas.size, split_dim, is_per_replica, is_default)
 

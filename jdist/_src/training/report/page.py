@@ -135,7 +135,13 @@ def _duration(seconds: float) -> str:
 
 
 def _proof(proof: Proof) -> str:
-    groups = (("Replicated", proof.replicated), ("One value per replica", proof.per_replica))
+    groups = (
+        ("Replicated", proof.replicated),
+        ("One value per replica", proof.per_replica),
+        ("What one device computes", proof.equivalent),
+        ("Not what one device computes", proof.not_equivalent),
+        ("Not known whether one device computes it", proof.unknown),
+    )
     lists = "".join(_details(f"{title} ({len(names):,})", names) for title, names in groups if names)
     return f"<p>{html.escape(printable(str(proof), _MAX_PROOF_LENGTH))}</p>{lists}"
 
