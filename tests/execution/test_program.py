@@ -11,7 +11,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, copies, each_row, forget_failed_callbacks, rows
+from laws import STRATEGIES, copies, each_row, forget_failed_callbacks, rows, traces_of_a_step
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -57,10 +57,11 @@ def test_step_and_run_are_traced_and_compiled_once_per_signature(method, strateg
     compiled.clear()
     for batch in batches:
         state = call(state, batch)
-    assert (len(batches), len(traces), len(compiled)) == (5, 1, 1)
+    num_traces = traces_of_a_step(strategy) if method == "step" else 1
+    assert (len(batches), len(traces), len(compiled)) == (5, num_traces, 1)
     for batch in larger:
         state = call(state, batch)
-    assert (len(traces), len(compiled)) == (2, 2)
+    assert (len(traces), len(compiled)) == (2 * num_traces, 2)
 
 
 def test_step_that_returns_python_numbers_is_traced_and_compiled_once(strategy, compiled):
@@ -342,7 +343,7 @@ def test_function_whose_second_trace_would_differ_runs_as_it_was_proved(context,
             w, _ = program(two.put(np.float32(1)), rows(two, 3))
     finally:
         jax.config.update("jax_default_matmul_precision", None)
-    assert str(program.proof) == "1 of 1 results are replicated"
+    assert str(program.proof).startswith("1 of 1 results are replicated")
     assert len(set(copies(w))) == 1
 
 

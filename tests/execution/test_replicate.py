@@ -126,11 +126,10 @@ def test_proof_lists_the_replicated_results(two):
     step = two.step(results)
     state = two.put({"w": np.zeros(2, np.float32), "own": jdist.PerReplica(np.zeros(2, np.float32))})
     step(state, rows(two, 2))
-    assert step.proof == jdist.Proof(
-        replicated=("state['w']", "output['n']"), per_replica=("state['own']", "output['x']")
-    )
+    assert step.proof.replicated == ("state['w']", "output['n']")
+    assert step.proof.per_replica == ("state['own']", "output['x']")
     text = "2 of 4 results are replicated; one value per replica: state['own'], output['x']"
-    assert str(step.proof) == text
+    assert str(step.proof).splitlines()[0] == text
 
 
 OTHER_DEVICES = {

@@ -11,7 +11,7 @@ import pytest
 
 import jdist
 from jdist import ClippedPerReplicaWarning, sync
-from jdist._src.jaxpr import clip_check, replication
+from jdist._src.jaxpr import replication
 
 from laws import each_row, each_value
 

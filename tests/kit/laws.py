@@ -36,6 +36,12 @@ STRATEGIES = {
 BACKENDS = ["mirrored_3", "sharded_4", "central_2", "groups_2"]
 
 
+def traces_of_a_step(strategy):
+    """Returns how often a step is traced per signature: once more, as the only replica, where there are several."""
+    is_compared = strategy.num_replicas_in_sync > 1 and not isinstance(strategy, jdist.ParameterServerStrategy)
+    return 2 if is_compared else 1
+
+
 def fixture_of_all_backends():
     """Returns the fixture `strategy` for a module of laws of values: also with the backend that docs/extend.md shows."""
     strategies = {**{name: STRATEGIES[name] for name in BACKENDS}, "debug_2": lambda: testing.DebugStrategy(2)}

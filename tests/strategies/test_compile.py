@@ -267,7 +267,7 @@ def test_compiled_step_has_a_proof():
     with pytest.raises(RuntimeError, match="Nothing is proved yet"):
         _ = descend.proof
     strategy.compile(descend, shapes_of(strategy), batch_of(strategy))
-    assert re.fullmatch(r"(\d+) of \1 results are replicated", str(descend.proof))
+    assert re.fullmatch(r"(\d+) of \1 results are replicated\n\1 of \1 .*", str(descend.proof))
 
 
 # --- errors

@@ -352,6 +352,19 @@ def consts_as_inputs(program: Any) -> Jaxpr:
     return sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
 
 
+def with_current_lines(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn`, whose equations have the lines of the current call stack, also inside a `jax.jit`, which removes them."""
+    from jax._src import source_info_util  # no public name for it
+
+    stack = source_info_util.current().traceback
+
+    def traced(*args: Any) -> Any:
+        with source_info_util.user_context(stack):
+            return fn(*args)
+
+    return traced
+
+
 def jaxpr_function(program: Any) -> Callable[..., list[Any]]:
     """Returns a closed jaxpr as a function of its inputs."""
     return core.jaxpr_as_fun(program)

@@ -20,7 +20,6 @@ from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateSharding
 
-
 Equivalence: TypeAlias = Literal["error", "warn", "ignore"]
 
 

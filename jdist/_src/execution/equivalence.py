@@ -20,8 +20,8 @@ from jdist._src.execution.traced import UserCall
 from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
 from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, Kind, Verdict, verdict_of
-from jdist._src.jaxpr.replication import warn_once
 from jdist._src.jaxpr.relations import REPLICATED, AnyRelation, Lost, Relation, Split
+from jdist._src.jaxpr.replication import warn_once
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
@@ -41,10 +41,13 @@ class Whole(NamedTuple):
     reason: str = ""
 
 
-def compares(spec: ProgramSpec) -> bool:
-    """Whether a program is compared with one replica: a step of several replicas that run together."""
+def compares(call: UserCall, spec: ProgramSpec) -> bool:
+    """Whether a call is compared with one replica: of a step of several replicas that run together, with values that differ."""
     is_synchronous = spec.context.num_replicas_in_sync > 1 and not spec.context.is_asynchronous
-    return spec.has_state and is_synchronous and not spec.is_global
+    if not spec.has_state or not is_synchronous or spec.is_global:
+        return False
+    items = jax.tree.leaves((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
+    return any(is_distributed(item) and not item._is_replicated for item in items)
 
 
 def trace_whole(call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, ProgramSpec], Any]) -> Whole:

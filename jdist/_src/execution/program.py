@@ -18,8 +18,8 @@ from jdist._src.core.uncopied import Uncopied
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.call_forms import CallForms
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
 from jdist._src.execution.equivalence import Whole, compares
+from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
 from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica, trace_whole
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, Traced, TraceFn
@@ -110,8 +110,8 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
 
         def trace(*args: PyTree) -> None:
             call = self._spec.user_call(args)
-            whole = trace_whole(call, self._spec, self._stages) if compares(self._spec) else None
-            traced.append((trace_replica(call, self._spec, self._stages), whole))
+            local = trace_replica(call, self._spec, self._stages)
+            traced.append((local, trace_whole(call, self._spec, self._stages) if compares(call, self._spec) else None))
 
         def trace_shapes(args: Arguments) -> Any:
             jax.eval_shape(trace, *self._compiled.shapes(args))

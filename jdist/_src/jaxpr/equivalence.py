@@ -19,7 +19,6 @@ Source:
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

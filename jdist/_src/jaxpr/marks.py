@@ -37,7 +37,7 @@ GUARD_CALL = "jdist.unless"  # the first operand is a condition under which the 
 
 def named_call(fn: Callable[..., T], kind: str, *details: Any) -> Callable[..., T]:
     """Returns `fn` of arrays as a call with a name."""
-    call = lambda *args: fn(*args)
+    call = jax_compat.with_current_lines(fn)
     call.__name__ = call.__qualname__ = " ".join([kind, *map(str, details)])
     return jax.jit(call)
 

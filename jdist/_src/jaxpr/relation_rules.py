@@ -1264,9 +1264,12 @@ class Step:
             partial=updates.partial | summed,
             origin=self.cause(updates) if summed else updates.origin,
         )
-        if is_sum or operand.is_zero and self.equation.primitive.name == "scatter":
-            values = [operand, moved]
-        elif self.equation.primitive.name == "scatter":
+        if (
+            is_sum
+            or operand.is_zero
+            and self.equation.primitive.name == "scatter"
+            or self.equation.primitive.name == "scatter"
+        ):
             values = [operand, moved]
         else:
             if not (operand.is_pointwise and moved.is_pointwise):
