@@ -5,7 +5,6 @@ relies on it. The equivalence analysis compares the function of one device with 
 everything (`jaxpr/mapped_functions.py`).
 """
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from jdist._src.core import jax_compat
 from jdist._src.core.arguments import check_callable
 from jdist._src.core.errors import DivergentCollectiveError
+from jdist._src.core.source_lines import Frame
 from jdist._src.debug.check_report import CheckReport, FunctionCheck, ResultCheck, Verdict
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.counterexamples import Read, confirmed
@@ -122,8 +122,12 @@ def _check_function(function: MappedFunction) -> FunctionCheck:
     name = _PMAP_AXIS if "_internal_pmap_axis_name" in function.axes else None
     axes = {name or axis: size for axis, size in function.axes.items()}
     line = str(function.line) if function.line else ""
-    definition = function.definition.removeprefix(os.getcwd() + os.sep)
-    return FunctionCheck(function.kind, function.name, definition, line, axes, results, note, problem)
+    return FunctionCheck(function.kind, function.name, _definition(function), line, axes, results, note, problem)
+
+
+def _definition(function: MappedFunction) -> str:
+    file, _, line = function.definition.rpartition(":")
+    return str(Frame(file, int(line), function.name)) if line.isdecimal() else function.definition
 
 
 _PMAP_AXIS = "devices"  # of a `pmap` without a name for its axis
