@@ -34,5 +34,5 @@ def test_notebook_opens_in_colab_and_installs_from_the_repository(path):
     assert f"@ git+{REPOSITORY}" in "".join(second["source"])
 
 
-def test_there_are_six_notebooks():
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
+def test_there_are_seven_notebooks():
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06", "07"]
