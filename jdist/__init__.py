@@ -51,9 +51,9 @@ from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
 from jdist._src.data.shards import InputContext as InputContext
 from jdist._src.debug.check import check as check
 from jdist._src.debug.check_report import CheckReport as CheckReport
+from jdist._src.debug.check_report import CheckVerdict as CheckVerdict
 from jdist._src.debug.check_report import FunctionCheck as FunctionCheck
 from jdist._src.debug.check_report import ResultCheck as ResultCheck
-from jdist._src.debug.check_report import Verdict as Verdict
 from jdist._src.devices.cpu_devices import use_cpu_devices as use_cpu_devices
 from jdist._src.devices.mesh import Replicas as Replicas
 from jdist._src.devices.topology import topology_devices as topology_devices
@@ -65,6 +65,7 @@ from jdist._src.execution.traced import Proof as Proof
 from jdist._src.export.export import export as export
 from jdist._src.export.load import Loaded as Loaded
 from jdist._src.export.load import load as load
+from jdist._src.jaxpr.equivalence_verdict import Verdict as Verdict
 from jdist._src.parameter_server.engine import WorkerProgress as WorkerProgress
 from jdist._src.parameter_server.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
 from jdist._src.parameter_server.partitioners import MaxSizePartitioner as MaxSizePartitioner

@@ -128,7 +128,9 @@ def test_random_numbers_that_all_replicas_combine_with_their_examples_warn(two, 
 
 @pytest.mark.parametrize("case", REPLICATED)
 def test_random_numbers_that_have_to_be_replicated_do_not_warn(two, case):
-    assert trained(two, REPLICATED[case]) == []
+    caught = trained(two, REPLICATED[case])
+    # A sum of replicated noise and of a sum over examples has another scale on one device.
+    assert [w.category for w in caught] == [jdist.NotEquivalentWarning] * (case == "not_combined")
 
 
 def test_warning_names_the_lines_that_draw_and_that_combine(two):

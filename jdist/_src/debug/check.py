@@ -16,7 +16,7 @@ from jdist._src.core import jax_compat
 from jdist._src.core.arguments import check_callable
 from jdist._src.core.errors import DivergentCollectiveError
 from jdist._src.core.source_lines import Frame
-from jdist._src.debug.check_report import CheckReport, FunctionCheck, ResultCheck, Verdict
+from jdist._src.debug.check_report import CheckReport, CheckVerdict, FunctionCheck, ResultCheck
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
@@ -110,11 +110,11 @@ def _check_function(function: MappedFunction) -> FunctionCheck:
             replications = _replication(function)
         except DivergentCollectiveError as error:
             problem = str(error)
-            replications = [Verdict("unknown")] * len(function.results)
+            replications = [CheckVerdict("unknown")] * len(function.results)
         except Exception as error:
             replications = [_unknown(error)] * len(function.results)
         try:
-            equivalences = _equivalence(function)
+            equivalences = _equivalence(function, replications)
         except Exception as error:
             equivalences = [_unknown(error)] * len(function.results)
         rows = zip(function.results, replications, equivalences, strict=True)
@@ -133,8 +133,8 @@ def _definition(function: MappedFunction) -> str:
 _PMAP_AXIS = "devices"  # of a `pmap` without a name for its axis
 
 
-def _unknown(error: Exception) -> Verdict:
-    return Verdict("unknown", (error_line(error),))
+def _unknown(error: Exception) -> CheckVerdict:
+    return CheckVerdict("unknown", (error_line(error),))
 
 
 def _placement(function: MappedFunction, result: Result) -> str:
@@ -146,7 +146,7 @@ def _placement(function: MappedFunction, result: Result) -> str:
 # Replication.
 
 
-def _replication(function: MappedFunction) -> list[Verdict]:
+def _replication(function: MappedFunction) -> list[CheckVerdict]:
     inputs = [replication.Input(operand.name, operand.axes) for operand in function.operands]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,14 +154,14 @@ def _replication(function: MappedFunction) -> list[Verdict]:
     return [_replication_verdict(function, *pair) for pair in zip(function.results, variations, strict=True)]
 
 
-def _replication_verdict(function: MappedFunction, result: Result, variation: replication.Variation) -> Verdict:
+def _replication_verdict(function: MappedFunction, result: Result, variation: replication.Variation) -> CheckVerdict:
     if not result.replicated_over:
-        return Verdict("not claimed")
+        return CheckVerdict("not claimed")
     axes = [axis for axis in result.replicated_over if axis in variation]
     if not axes:
-        return Verdict("proved")
+        return CheckVerdict("proved")
     if function.checked_by_jax:
-        return Verdict("checked by JAX")
+        return CheckVerdict("checked by JAX")
     cause = min((variation[axis] for axis in axes), key=lambda cause: cause.depth)
     names = repr(axes[0] if len(axes) == 1 else tuple(axes)).replace("'", '"')
     if axes == ["_internal_pmap_axis_name"]:
@@ -170,18 +170,18 @@ def _replication_verdict(function: MappedFunction, result: Result, variation: re
         fix = f"Reduce the values that it is computed from over the devices: `jax.lax.pmean(x, {names})`."
     if function.kind == "shard_map":
         fix += " If it is meant to differ, name the axes in its `out_specs`."
-    return Verdict("not proved", tuple(replication.explain_cause(cause).split("\n    -> ")), fix)
+    return CheckVerdict("not proved", tuple(replication.explain_cause(cause).split("\n    -> ")), fix)
 
 
 # Equivalence.
 
 
-def _equivalence(function: MappedFunction) -> list[Verdict]:
+def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict]) -> list[CheckVerdict]:
     if function.whole is None:
-        return [Verdict("unknown", (function.reason,))] * len(function.results)
+        return [CheckVerdict("unknown", (function.reason,))] * len(function.results)
     sizes = {axis: size for axis, size in function.axes.items() if size > 1}
     if not sizes:
-        return [Verdict("equivalent", ("there is one device",))] * len(function.results)
+        return [CheckVerdict("equivalent", ("there is one device",))] * len(function.results)
     # For an operand per device any relation will do: results that depend on it are unknown.
     inputs = [_relation(operand.splits, sizes) for operand in function.operands]
     relations = relate(function.local, function.whole, inputs, sizes)
@@ -198,10 +198,12 @@ def _equivalence(function: MappedFunction) -> list[Verdict]:
         ]
         found = confirmed(found, function.local, function.whole, inputs, reads, sizes)
     return [
-        Verdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
+        CheckVerdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
         if names
-        else Verdict(verdict.name, tuple(filter(None, (verdict.reason, *verdict.lines))), verdict.fix)
-        for verdict, names in zip(found, dependencies, strict=True)
+        else CheckVerdict("unknown", ("it is not proved to be replicated",))
+        if replicated.text == "not proved"
+        else CheckVerdict(verdict.name, tuple(filter(None, (verdict.reason, *verdict.lines))), verdict.fix)
+        for verdict, names, replicated in zip(found, dependencies, replications, strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ _HEAD = ("result", "must be", "replicated", "equals one device")
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class CheckVerdict:
     """A verdict with its reasons.
 
     Attributes:
@@ -44,8 +44,8 @@ class ResultCheck:
 
     path: str
     placement: str
-    replication: Verdict
-    equivalence: Verdict
+    replication: CheckVerdict
+    equivalence: CheckVerdict
 
     @property
     def is_finding(self) -> bool:
@@ -149,7 +149,7 @@ def _parts(function: FunctionCheck) -> list[Any]:
         ("Not proved to be replicated", [(one.path, one.replication) for one in function.results]),
         ("Not equivalent to one device", [(one.path, one.equivalence) for one in function.results]),
     ):
-        paths: dict[Verdict, list[str]] = {}
+        paths: dict[CheckVerdict, list[str]] = {}
         for path, verdict in verdicts:
             if verdict.text in ("not proved", "not equivalent") or verdict.text == "unknown" and verdict.reasons:
                 paths.setdefault(verdict, []).append(path)

@@ -176,7 +176,7 @@ _RANK = {"equivalent": 0, "unknown": 1, "not equivalent": 2}
 
 
 def kind_of(item: Any, wrapper: Any) -> Kind:
-    """Returns how the leaves of a result are read: `item` is its own wrapper or None, `wrapper` the class that it is placed in."""
+    """Returns how the leaves of a result are read, from its own wrapper or None, and from the class that it is placed in."""
     if wrapper is None or wrapper._is_replicated:
         return "replicated"
     if wrapper is Sharded:
@@ -186,29 +186,36 @@ def kind_of(item: Any, wrapper: Any) -> Kind:
     return "per replica"
 
 
-def report(found: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> None:
-    """Warns of the first leaf of the state that is not equivalent, or raises, as the step says.
+def report(found: Sequence[tuple[str, Verdict]], explained: Sequence[source_lines.Frame], spec: ProgramSpec) -> None:
+    """Warns of the leaves of the state that are not equivalent, or raises an error, as `equivalence=` requires.
+
+    Args:
+        found: The name of each leaf of the state, and the verdict on it.
+        explained: The lines of which a more special warning was given.
+        spec: The program.
 
     Raises:
-        NotEquivalentError: `equivalence="error"`, and a leaf of the state is not equivalent, or nothing is known of it.
+        NotEquivalentError: `equivalence="error"`, and a leaf is not equivalent.
 
     Warns:
-        NotEquivalentWarning: `equivalence="warn"`, and a leaf of the state is not equivalent, other than by design.
+        NotEquivalentWarning: `equivalence="warn"`, and a leaf is not equivalent, other than by design.
     """
-    wrong = [(name, verdict) for name, verdict in found[:num_state] if verdict.name == "not equivalent"]
+    wrong = [(name, verdict) for name, verdict in found if verdict.name == "not equivalent"]
     if spec.equivalence == "error" and wrong:
-        raise NotEquivalentError(_message(wrong, num_state, spec))
-    unintended = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
-    if unintended:
-        place = next((verdict.place for _, verdict in unintended if verdict.place), None)
+        raise NotEquivalentError(_message(wrong, len(found), spec))
+    # Read once per cause: reading a line takes long.
+    places = {id(verdict): verdict.place for _, verdict in wrong} if explained else {}
+    wrong = [(name, one) for name, one in wrong if not one.by_design and places.get(id(one), one) not in explained]
+    if wrong:
+        place = min(wrong, key=lambda pair: pair[1].depth)[1].place
         place = place or source_lines.caller_frame() or source_lines.Frame("<unknown>", 0, spec.name)
-        warn_once(_message(unintended, num_state, spec), NotEquivalentWarning, place)
+        warn_once(_message(wrong, len(found), spec), NotEquivalentWarning, place)
 
 
 def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> str:
     (name, verdict), *others = sorted(wrong, key=lambda pair: pair[1].depth)  # the nearest one to the cause
     more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
-    also = f" (nor are {len(others)} more of {num_state}: {more})" if others else ""
+    also = f" (nor {'is' if len(others) == 1 else 'are'} {len(others)} more of {num_state}: {more})" if others else ""
     number = spec.context.num_replicas_in_sync
     chain = "\n    -> ".join(verdict.lines)
     because = f"\n  Because of\n    {chain}" if chain else ""

@@ -76,18 +76,16 @@ def replicate(
     function, names, program, results = trace_replica(call, spec, stages)
     jaxpr = jax_compat.open_jaxpr(program)
     check_no_captured_ref(jaxpr)
-    inputs, before = analysis_inputs(function.items, names, spec.varying_axes), replication.num_warnings()
+    inputs, before = analysis_inputs(function.items, names, spec.varying_axes), len(replication.places_of_warnings())
     results = _with_wrappers(results, replication.prove(jaxpr, inputs, spec.varying_axes))
     if spec.varying_axes:
         _check_for_replicas(jaxpr, inputs, call, spec)
     verdicts = []
     if spec.equivalence != "ignore" and equivalence.compares(call, spec):
-        # After the trace that runs: `chex.assert_max_traces(n=1)`, or code that builds layers in its first call, does not refuse it.
+        # After the trace that runs, which code that can be traced only once does not refuse then.
         whole = trace_whole(call, spec, stages)
         verdicts = equivalence.verdicts(program, whole, function.items, results, spec)
-    # A more special warning has named the cause.
-    is_explained = replication.num_warnings() > before and spec.equivalence != "error"
-    equivalence.report([] if is_explained else verdicts, results.num_state, spec)
+    equivalence.report(verdicts[: results.num_state], replication.places_of_warnings(before), spec)
     run = program
     for stage in stages:
         run = stage.wrap_program(run)

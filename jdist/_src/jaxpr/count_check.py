@@ -122,8 +122,8 @@ class _CountAnalysis(Interpreter[_Value]):
     Equations in loops are interpreted several times. The last time is at the fixed point, so it replaces the ones before.
 
     Attributes:
-        means: By the `id` of the equation and of the calls that contain it, each mean over the replicas: the equation that divided
-            its operand by a count, or None; and that of the mean.
+        means: By the `id` of the equation and of the calls that contain it, each mean over the replicas: the equation that
+            divided its operand by a count, or None; and that of the mean.
     """
 
     def __init__(self, axes: frozenset[str], num_replicas: int):

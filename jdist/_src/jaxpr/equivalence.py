@@ -1,21 +1,22 @@
 """The equivalence analysis: does a function on N replicas compute what the same function computes on one device?
 
-The function is traced twice: as one replica of N, with its part of the batch, and as the only replica, with the whole batch, where
-collectives return their operands. Both jaxprs have the same equations; shapes, and numbers that were computed from shapes, differ.
-An abstract interpretation (`interpreter`) follows both at once, and computes for each value its `Relation`: how the value of the
-one device is computed from the values of the replicas.
+The function is traced twice: as one replica of N, with its part of the batch, and as the only replica, with the whole batch,
+where collectives return their operands. Both jaxprs have the same equations; shapes, and numbers that were computed from shapes,
+differ. An abstract interpretation (`interpreter`) follows both at once, and computes for each value its `Relation`: how the value
+of the one device is computed from the values of the replicas.
 
 * A reduction over the examples of a value that is split over them is a partial sum. Linear equations keep partial sums, `psum`
   ends them, and other equations lose them.
 * A number that differs between the jaxprs, such as the 1/4 and 1/16 of two means, is a factor. So "4 times too large" is exact.
 * Gradients need no rules of their own: they are equations.
 
-A value that is called equal is equal for all inputs of these shapes, up to rounding and up to the order of the examples in the
-batch: where each replica divides its examples into micro-batches, a micro-batch of the one device is made of those of all replicas.
+A value that is called equal is equal for all inputs of these shapes, up to rounding and up to the order of the examples in
+the batch: where each replica divides its examples into micro-batches, a micro-batch of the one device is made of those of all
+replicas.
 
 Source:
-    The placements "replicate", "shard" and "partial" are those of Y. Xu et al., "GSPMD", arXiv:2105.04663, and of DTensor. Here they
-    are a relation between two programs, computed by abstract interpretation (P. Cousot and R. Cousot, POPL 1977).
+    The placements "replicate", "shard" and "partial" are those of Y. Xu et al., "GSPMD", arXiv:2105.04663, and of DTensor. Here
+    they are a relation between two programs, computed by abstract interpretation (P. Cousot and R. Cousot, POPL 1977).
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
 from jdist._src.jaxpr.marks import call_name
 from jdist._src.jaxpr.relation_rules import POINTWISE, RULES, Step
-from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split, same_relation
+from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split
 
 
 def relate(local: Any, whole: Any, inputs: Sequence[AnyRelation], axis_sizes: Mapping[str, int]) -> list[AnyRelation]:
@@ -176,7 +177,7 @@ class _Analysis(Interpreter[AnyRelation]):
                     return [predicate] * len(carry)
                 return body(carry)
 
-        return fixed_point(iterate, carry, lambda old, new: step.joined([old, new]), same_relation)
+        return fixed_point(iterate, carry, lambda old, new: step.joined([old, new]))
 
     def scan(
         self,
@@ -207,7 +208,7 @@ class _Analysis(Interpreter[AnyRelation]):
                 new_carry, ys[:] = body(carry, slices)
             return new_carry
 
-        last = fixed_point(iterate, carry, lambda old, new: step.joined([old, new]), same_relation)
+        last = fixed_point(iterate, carry, lambda old, new: step.joined([old, new]))
         results = [*last, *(step.with_first_dim(y, scans_examples) for y in ys)]
         return [step.checked(result, number) for number, result in enumerate(results)]
 
@@ -265,9 +266,9 @@ class _Analysis(Interpreter[AnyRelation]):
         dims = [dim for dim in range(first.ndim) if first.shape[dim] != second.shape[dim]]
         for axes in self.groups:
             number = self.group_size(axes)
-            if len(dims) == 1 and second.shape[dims[0]] == number * first.shape[dims[0]]:
-                if np.array_equal(np.concatenate([first] * number, dims[0]), second):
-                    return Relation(splits=(Split(axes, dims[0]),))
+            is_larger = len(dims) == 1 and second.shape[dims[0]] == number * first.shape[dims[0]]
+            if is_larger and np.array_equal(np.concatenate([first] * number, dims[0]), second):
+                return Relation(splits=(Split(axes, dims[0]),))
         return self.lost("other program")
 
     def _exact(self, ratio: float, dtype: np.dtype) -> float:

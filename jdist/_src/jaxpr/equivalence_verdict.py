@@ -85,8 +85,8 @@ def verdict_of(
 
     Args:
         relation: The relation of the values of the replicas to that of one device.
-        kind: How the result is read: as one value of all replicas, as the parts of one value, as partial values whose sum or mean
-            is read, or as one value per replica.
+        kind: How the result is read: as one value of all replicas, as the parts of one value, as partial values whose sum or
+            mean is read, or as one value per replica.
         axis_sizes: The mesh axes of the replicas and their sizes.
         is_replicated: Whether the result is proved to be the same on all replicas.
         splits: The dims of a result of kind `"split"`; by default the first one over all axes.
@@ -142,12 +142,12 @@ def _of_factor(value: Relation, number: int, factor: float, sense: str) -> Verdi
 def _fix_of_factor(times: float) -> str:
     if times > 1:
         return (
-            'Average instead of adding: `jdist.all_reduce("mean", x)`, or `jax.lax.pmean`. If the loss is divided by the size of '
-            "the global batch already, reduce once, by a sum."
+            'Average instead of adding: `jdist.all_reduce("mean", x)`, or `jax.lax.pmean`. If the loss is divided by the size '
+            "of the global batch already, reduce once, by a sum."
         )
     return (
-        'Add instead of averaging, `jdist.all_reduce("sum", x)`, if the loss is divided by the size of the global batch already; '
-        "otherwise divide once."
+        'Add instead of averaging, `jdist.all_reduce("sum", x)`, if the loss is divided by the size of the global batch '
+        "already; otherwise divide once."
     )
 
 
@@ -200,6 +200,11 @@ def _name(site: Site) -> str:
 _MEAN_FIRST = 'Reduce the sums over the replicas first, `jdist.all_reduce("mean", x)`, and compute with the result.'
 _REASONS = {
     "partial": ("a function that is not linear is applied to the sum over the examples of one replica", _MEAN_FIRST),
+    "ratio": (
+        "a sum over the examples of one replica is divided by a count of these examples only",
+        "Divide the sums of all replicas: `jdist.global_mean(values, weights)`, as a loss too; or reduce both, "
+        '`jdist.all_reduce("mean", (total, count))`, and divide then.',
+    ),
     "statistic": (
         "the examples of a replica are combined with a statistic of these examples only",
         'Use the statistic of the global batch: `jdist.all_reduce("mean", x.mean(0))`; for batch normalization, '
@@ -207,8 +212,8 @@ _REASONS = {
     ),
     "mixed": (
         "a sum over the examples of one replica and a value of another scale are added",
-        "Average over the replicas what each replica averages over its examples; a term that every replica computes in full, such as "
-        "weight decay, counts once per replica in a sum (`jdist.scale_regularization_loss`).",
+        "If each replica averages over its examples, average over the replicas. In a sum over the replicas, a term that every "
+        "replica computes in full, such as weight decay, counts once per replica: `jdist.scale_regularization_loss`.",
     ),
     "factor": ("it is computed from a value that is {times}", ""),
     "extreme of sums": (

@@ -1,4 +1,4 @@
-"""Names that jdist gives to values (`checkpoint_name`) and calls of a traced function, by which analyses of its jaxpr find them.
+"""Names that jdist gives to values (`checkpoint_name`) and calls of a traced function, for the analyses of its jaxpr.
 
 A call is named where its result is known, and its equations do not tell it: a sum over the replicas by another algorithm than
 `psum`, or a mean that is rounded. XLA inlines the calls.
@@ -43,6 +43,6 @@ def named_call(fn: Callable[..., T], kind: str, *details: Any) -> Callable[..., 
 
 
 def call_name(equation: Equation) -> list[str]:
-    """Returns the words of the name that `named_call` gave to an equation, or an empty list."""
+    """Returns the kind and the details in the name that `named_call` gave to an equation, or an empty list."""
     name = equation.params.get("name") if equation.primitive.name == "jit" else None
     return name.split() if isinstance(name, str) and name.startswith("jdist.") else []

@@ -328,15 +328,14 @@ class Step:
     def compared(self) -> list[AnyRelation]:
         first, second = self.operands
         name = self.equation.primitive.name
-        if first.is_index and second.is_zero and name == "eq" or second.is_index and first.is_zero and name == "eq":
-            if self._is_pure_index(first if first.is_index else second):
-                return [Relation(is_first=True)]
+        index, other = (first, second) if first.is_index else (second, first)
+        if name == "eq" and index.is_index and other.is_zero and self._is_pure_index(index):
+            return [Relation(is_first=True)]
         if self.is_same_operand():  # except for NaN
             return [Relation(splits=first.splits)]
         # The test for a negative index: positions of examples are at least 0.
-        if name == "lt" and second.is_zero and first.is_nonnegative:
-            if first.is_index or first.offset:
-                return [ZERO if not first.splits else ZERO.replace(splits=first.splits)]
+        if name == "lt" and second.is_zero and first.is_nonnegative and (first.is_index or first.offset):
+            return [ZERO.replace(splits=first.splits)]
         result = self._with_equal_factors(False)
         if isinstance(result, Lost):
             return [result]
@@ -451,7 +450,7 @@ class Step:
         return ZERO.replace(splits=tuple(splits))
 
     def _multiple_of_index(self) -> AnyRelation:
-        """A multiple of the index is 0 on one device, whatever it is multiplied by."""
+        """Returns a multiple of the index, which is 0 on one device."""
         for i, value in enumerate(self.operands):
             if value.is_index and isinstance(self.equation.invars[1 - i], Literal):
                 factor = float(np.asarray(self.equation.invars[1 - i].val))
@@ -493,7 +492,7 @@ class Step:
         )
 
     def _noted(self, result: AnyRelation) -> AnyRelation:
-        """Returns the result of a product, with this equation as the origin of a wrong factor of a value that is not partial."""
+        """Returns a product; with this equation as its origin, if the factor of a value that is not partial changes here."""
         if isinstance(result, Lost) or result.partial or is_close(result.factor, 1):
             return result
         if any(is_close(value.factor, result.factor) for value in self.operands):
@@ -518,7 +517,7 @@ class Step:
         if first.is_special or first.is_index or second.is_special or second.is_index:
             return [self.lost("index")]
         if second.partial:
-            return [self.lost("partial", second)]
+            return [self.lost("ratio" if first.partial else "partial", second)]
         if second.extreme or first.extreme:
             return [self.lost("extreme")]
         inverse = second.replace(factor=1 / second.factor)
@@ -549,7 +548,7 @@ class Step:
                 return [self._of_first_replica(*cases)]
         if lost := self.lost_operand():
             return [lost]
-        # `where(x == 0, 1, x)` guards a division of what is 0 if `x` is.
+        # `where(x == 0, 1, x)` guards a division, of a number that is 0 if `x` is.
         if len(cases) == 2 and predicate.zero_test is cases[0] and predicate.is_pointwise and cases[0].is_plain:
             return [cases[0].replace(is_zero=False)]
         if not predicate.is_pointwise:
@@ -567,8 +566,8 @@ class Step:
 
     def _of_first_replica(self, others: AnyRelation, first: AnyRelation) -> AnyRelation:
         """A value on replica 0, and zeros elsewhere: a replicated value becomes its partial sum, as in a broadcast."""
-        if isinstance(first, Relation) and isinstance(others, Relation) and others.is_zero and first.is_plain:
-            if not first.splits and not isinstance(first, Lost):
+        if isinstance(first, Relation) and isinstance(others, Relation) and others.is_zero:
+            if first.is_plain and not first.splits:
                 return first.replace(
                     partial=frozenset(self.analysis.axis_sizes),
                     is_zero=False,
@@ -738,9 +737,9 @@ class Step:
         value = self.operands[0]
         if self.params.get("dimensions") is not None or len(self.operands) > 1:
             return [self.lost("no rule")]
-        if any(len(numbers) > 1 for _, numbers in value.offset):
-            if self.shape(0)[-1:] != self.result_shape()[-1:]:
-                return [self.lost("index")]
+        has_columns = any(len(numbers) > 1 for _, numbers in value.offset)
+        if has_columns and self.shape(0)[-1:] != self.result_shape()[-1:]:
+            return [self.lost("index")]
         old, new, whole = self.shape(0), self.result_shape(), self.whole_result_shape()
         splits, stack = list(value.splits), value.stack
         if stack is not None:
@@ -887,7 +886,7 @@ class Step:
             if strides[dim] != 1 or start % block or limit % block or not is_scaled or start == limit:
                 return self.lost("part", value)
             splits.append(split.replace(outer=(limit - start) // block))
-        for dim, size in enumerate(sizes):
+        for dim in range(len(sizes)):
             is_stack = value.stack is not None and value.stack[1] == dim
             if dim in changed or is_stack:
                 continue
@@ -1247,9 +1246,9 @@ class Step:
             else:
                 return [self.lost("part")]
         for split in indices.splits:
-            if split.dim < len(positions) and split.replace(dim=positions[split.dim]) not in updates_splits:
-                if not updates.is_zero:
-                    return [self.lost("order")]
+            is_of_updates = split.dim >= len(positions) or split.replace(dim=positions[split.dim]) in updates_splits
+            if not is_of_updates and not updates.is_zero:
+                return [self.lost("order")]
         if any(any(x) for _, x in indices.offset) and not uses_positions:
             return [self.lost("index")]
         ordered = tuple(sorted(operand_splits, key=lambda s: s.dim))
@@ -1557,7 +1556,7 @@ class Step:
         return results
 
     def _approximate_means(self, number: int, policy: str) -> list[AnyRelation]:
-        """Means that a policy rounds, followed by what each replica has not sent, and by what the policy stores."""
+        """Returns means that a policy rounds, followed by the part that a replica has not sent, and by the policy's state."""
         named = frozenset(self.analysis.axis_sizes)
         replicas = math.prod(self.analysis.axis_sizes.values())
         means: list[AnyRelation] = []
@@ -1688,7 +1687,7 @@ def _table() -> dict[str, Callable[[Step], list[AnyRelation]]]:
         Step.pointwise,
         """
         acos acosh asin asinh atan atan2 atanh cbrt ceil cos cosh digamma erf erf_inv erfc expm1 floor igamma lgamma log log1p
-        nextafter not rem round sin sinh tan tanh is_positive random_gamma_grad bessel_i0e bessel_i1e regularized_incomplete_beta
+        nextafter not rem round sin sinh tan tanh random_gamma_grad bessel_i0e bessel_i1e regularized_incomplete_beta
         polygamma population_count clz shift_left shift_right_logical shift_right_arithmetic and or xor bitcast_convert_type
         threefry2x32 log2 one_minus_square zeta igammac igamma_grad_a mulhi complex polynomial
         """,

@@ -3,10 +3,10 @@
 The function on N replicas, each with its part of the batch, is compared with the same function on one device with the whole
 batch. A `Relation` states how the value of the one device is computed from the values of the replicas:
 
-    value of one device = factor * (sum over the partial axes, concatenation along the split dims, of the values of the replicas)
+    value of one device = factor * (values of the replicas, added over the partial axes, one after the other along split dims)
 
 * *Replicated*: no partial axes and no split dims. With factor 1 the values are equal.
-* *Split over examples*: the batch, and what is computed for each example alone.
+* *Split over examples*: the batch, and values that are computed for each example alone.
 * *Partial sum*: each replica has the sum over its examples. A partial mean has the factor 1/N.
 
 A value without such a relation is `Lost`: it depends on the split, or nothing is known of it.
@@ -108,8 +108,8 @@ class Relation:
         in_distribution: Whether it is computed from random numbers of each replica, so that only its distribution is equal.
         approximate: The policy that rounds or drops a part of the values, or an empty string.
         zero_test: Of a boolean, the relation of the value that it compares with 0, or None.
-        doubt: The least and the greatest power of the number of replicas that constants may be in the factor: a constant that is
-            equal to the number of replicas may stand for it, and would be 1 on one device.
+        doubt: The least and the greatest power of the number of replicas that constants may be in the factor: a constant that
+            is equal to the number of replicas may stand for it, and would be 1 on one device.
         origin: The equation that made it a partial sum, or gave it its factor.
     """
 
@@ -212,11 +212,6 @@ _UNKNOWN = frozenset(
 )
 
 
-def same_relation(first: AnyRelation, second: AnyRelation) -> bool:
-    """Whether two relations are equal, apart from what is known of the values besides."""
-    return first == second
-
-
 def aligned(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[Relation] | None:
     """Returns relations of values that are added or chosen among, with the same partial axes; None if they do not fit.
 
@@ -274,7 +269,7 @@ def is_close(first: float, second: float) -> bool:
 
 
 def flags(*values: Relation) -> dict[str, Any]:
-    """Returns what a result inherits from every operand: distribution, approximation, doubt and the origin."""
+    """Returns the fields that a result inherits from every operand: distribution, approximation, doubt and the origin."""
     return {
         "in_distribution": any(value.in_distribution for value in values),
         "approximate": next((value.approximate for value in values if value.approximate), ""),
