@@ -185,7 +185,7 @@ def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict])
     # For an operand per device any relation will do: results that depend on it are unknown.
     inputs = [_relation(operand.splits, sizes) for operand in function.operands]
     relations = relate(function.local, function.whole, inputs, sizes)
-    kinds = [_kind(function, result) for result in function.results]
+    kinds: list[Kind] = [_kind(function, result) for result in function.results]
     found = [
         verdict_of(relation, kind, sizes, kind == "replicated", _relation(result.splits, sizes).splits)
         for relation, kind, result in zip(relations, kinds, function.results, strict=True)
@@ -215,7 +215,9 @@ def _relation(splits: Mapping[int, tuple[str, ...]], sizes: Mapping[str, int]) -
 def _kind(function: MappedFunction, result: Result) -> Kind:
     if result.splits:
         return "split"
-    return "per replica" if function.kind == "pmap" and not result.replicated_over else "replicated"
+    if function.kind == "pmap" and not result.replicated_over:
+        return "per replica"
+    return "replicated"
 
 
 def _per_device_operands(function: MappedFunction) -> list[list[str]]:

@@ -175,6 +175,9 @@ def leaf_verdicts(
 _RANK = {"equivalent": 0, "unknown": 1, "not equivalent": 2}
 
 
+_READ_AS: dict[VariableAggregation, Kind] = {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}
+
+
 def kind_of(item: Any, wrapper: Any) -> Kind:
     """Returns how the leaves of a result are read, from its own wrapper or None, and from the class that it is placed in."""
     if wrapper is None or wrapper._is_replicated:
@@ -182,7 +185,7 @@ def kind_of(item: Any, wrapper: Any) -> Kind:
     if wrapper is Sharded:
         return "split"
     if isinstance(item, SyncOnRead):
-        return {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}.get(item.aggregation, "per replica")  # type: ignore[return-value]
+        return _READ_AS.get(item.aggregation, "per replica")
     return "per replica"
 
 

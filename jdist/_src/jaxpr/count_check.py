@@ -94,10 +94,9 @@ def warn_of_local_counts(
     analysis.run(program, [_CONSTANT] * len(program.constvars), values)
     sites = [(division, mean) for division, mean in analysis.means.values() if division]
     # The lines are read only here: most programs have many divisions, and no mean of ratios.
-    means = [(_line(division), mean.line) for division, mean in sites[:1]]
-    if not means or None in means[0]:
+    division, mean = (_line(sites[0][0]), sites[0][1].line) if sites else (None, None)
+    if division is None or mean is None:
         return
-    division, mean = means[0]
     warn_once(
         f"This value is divided by a count of each replica, such as the number of its tokens, and {mean} averages it over the "
         f"{num_replicas} replicas. If the counts differ, the result is not the mean over the global batch. Use "

@@ -1,7 +1,7 @@
 """Random inputs for which a function on N replicas computes something else than on one device: the evidence of `equivalence`.
 
-The analysis proves that results are equal. Results that it does not prove to be equal may still be: `x - x` is always 0. So both
-programs are evaluated in float64 for a few random inputs, if they are small. A difference shows that they are not equivalent.
+The analysis proves that results are equal. Others may be equal, too: `x - x` is always 0. So both programs are
+evaluated in float64 for a few random inputs, if they are small. A difference shows that they are not equivalent.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ class _Evidence:
     ) -> tuple[Any, Any]:
         """Returns random values of an input: for all replicas, `[*axes, ...]`, and for one device."""
         grid = tuple(self._sizes.values())
-        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
             keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30)), impl=aval.dtype._impl.name), aval.shape)
             return jnp.broadcast_to(keys, (*grid, *aval.shape)), keys
         shape = (*grid, *aval.shape) if value.partial else aval.shape
@@ -188,7 +188,7 @@ def _evaluated(program: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, 
     """Returns the outputs `[*axes, ...]` of a closed jaxpr for arguments `[*axes, ...]`."""
     jaxpr, evaluator = jax_compat.open_jaxpr(program), _WithoutVaryingTypes()
     run: Callable[..., Any] = lambda *arguments: evaluator.run(jaxpr, program.consts, arguments)
-    for axis, size in reversed(axis_sizes.items()):
+    for axis, size in reversed(list(axis_sizes.items())):
         run = jax.vmap(run, axis_name=axis, axis_size=size)
     variables = jax_compat.open_jaxpr(program).invars
     shapes = [
@@ -212,4 +212,4 @@ class _WithoutVaryingTypes(Evaluator):
 
 
 def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,9 +1,9 @@
 """The equivalence analysis: does a function on N replicas compute what the same function computes on one device?
 
 The function is traced twice: as one replica of N, with its part of the batch, and as the only replica, with the whole batch,
-where collectives return their operands. Both jaxprs have the same equations; shapes, and numbers that were computed from shapes,
-differ. An abstract interpretation (`interpreter`) follows both at once, and computes for each value its `Relation`: how the value
-of the one device is computed from the values of the replicas.
+where collectives return their operands. Both jaxprs have the same equations; shapes and numbers that were computed from shapes
+differ. An abstract interpretation (`interpreter`) follows both at once, and computes for each value its `Relation`: how the
+value of the one device is computed from the values of the replicas.
 
 * A reduction over the examples of a value that is split over them is a partial sum. Linear equations keep partial sums, `psum`
   ends them, and other equations lose them.

@@ -39,7 +39,7 @@ def evaluate(program: Any, arguments: Sequence[Any], max_operations: float = mat
 
 def _wide(value: Any) -> Any:
     """Returns `value` as a numpy array, in float64 if it is a floating-point number. Random keys stay JAX arrays."""
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return value
     value = np.asarray(value)
     return value.astype(np.float64) if jnp.issubdtype(value.dtype, np.floating) else value
@@ -128,16 +128,51 @@ def _div(a, b):
 
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _div, "neg": np.negative,
-    "max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "exp": np.exp,
-    "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "sqrt": np.sqrt, "square": np.square, "pow": np.power,
-    "floor": np.floor, "ceil": np.ceil, "is_finite": np.isfinite, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "rem": np.fmod, "atan2": np.arctan2, "erf": np.vectorize(math.erf, otypes=[float]), "logistic": lambda a: 1 / (1 + np.exp(-a)),
-    "rsqrt": lambda a: 1 / np.sqrt(a), "one_minus_square": lambda a: 1 - a * a,
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": _div,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "abs": np.abs,
+    "sign": np.sign,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "sqrt": np.sqrt,
+    "square": np.square,
+    "pow": np.power,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "is_finite": np.isfinite,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "rem": np.fmod,
+    "atan2": np.arctan2,
+    "erf": np.vectorize(math.erf, otypes=[float]),
+    "logistic": lambda a: 1 / (1 + np.exp(-a)),
+    "rsqrt": lambda a: 1 / np.sqrt(a),
+    "one_minus_square": lambda a: 1 - a * a,
     "clamp": lambda low, a, high: np.clip(a, low, high),
-    "stop_gradient": np.asarray, "copy": np.asarray, "copy_p": np.asarray,
-}  # fmt: skip
+    "stop_gradient": np.asarray,
+    "copy": np.asarray,
+    "copy_p": np.asarray,
+}
 
 
 def _select(which, *cases):

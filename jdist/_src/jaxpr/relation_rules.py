@@ -133,11 +133,12 @@ class Step:
             return value
         return self.lost("predicate", value)
 
-    def joined(self, values: Sequence[AnyRelation]) -> AnyRelation:
-        """Returns the relation of a value that is one of `values`."""
-        lost = [value for value in values if isinstance(value, Lost)]
+    def joined(self, alternatives: Sequence[AnyRelation]) -> AnyRelation:
+        """Returns the relation of a value that is one of `alternatives`."""
+        lost = [value for value in alternatives if isinstance(value, Lost)]
         if lost:
             return min(lost, key=lambda one: not one.is_unknown)
+        values = [value for value in alternatives if isinstance(value, Relation)]
         first, *others = values
         if all(value == first for value in others):
             return first
@@ -227,7 +228,7 @@ class Step:
                     return self.lost("order", value)
                 if dim not in own and value.partial & set(split.axes):
                     return self.lost("statistic", value)
-            if value.stack != stack and (value.stack or shape and self.shape(i)[stack[1]] != 1):
+            if stack and value.stack != stack and (value.stack or shape and self.shape(i)[stack[1]] != 1):
                 return self.lost("no rule", value)
             ordered = tuple(splits[dim] for dim in sorted(splits))
             spread.append(value.replace(splits=ordered, stack=stack))
@@ -453,7 +454,7 @@ class Step:
         """Returns a multiple of the index, which is 0 on one device."""
         for i, value in enumerate(self.operands):
             if value.is_index and isinstance(self.equation.invars[1 - i], Literal):
-                factor = float(np.asarray(self.equation.invars[1 - i].val))
+                factor = _number(self.equation.invars[1 - i])
                 offset = tuple((axis, tuple(x * factor for x in numbers)) for axis, numbers in value.offset)
                 return value.replace(offset=offset, is_nonnegative=value.is_nonnegative and factor > 0)
         return self.lost("index")
@@ -462,7 +463,7 @@ class Step:
         for i, value in enumerate(self.operands):
             other = self.operands[1 - i]
             if value.offset and isinstance(self.equation.invars[1 - i], Literal) and other.factor == 1:
-                factor = float(np.asarray(self.equation.invars[1 - i].val))
+                factor = _number(self.equation.invars[1 - i])
                 offset = tuple((axis, tuple(x * factor for x in numbers)) for axis, numbers in value.offset)
                 return value.replace(offset=offset, is_nonnegative=False)
         return self.lost("index")
@@ -566,13 +567,13 @@ class Step:
 
     def _of_first_replica(self, others: AnyRelation, first: AnyRelation) -> AnyRelation:
         """A value on replica 0, and zeros elsewhere: a replicated value becomes its partial sum, as in a broadcast."""
-        if isinstance(first, Relation) and isinstance(others, Relation) and others.is_zero:
-            if first.is_plain and not first.splits:
-                return first.replace(
-                    partial=frozenset(self.analysis.axis_sizes),
-                    is_zero=False,
-                    origin=first.origin or self.cause(),
-                )
+        has_zeros = isinstance(others, Relation) and others.is_zero
+        if has_zeros and isinstance(first, Relation) and first.is_plain and not first.splits:
+            return first.replace(
+                partial=frozenset(self.analysis.axis_sizes),
+                is_zero=False,
+                origin=first.origin or self.cause(),
+            )
         return self.lost("first", *(value for value in (others, first) if isinstance(value, Relation)))
 
     # Reductions.
@@ -853,8 +854,8 @@ class Step:
         strides = own["strides"] or (1,) * rank
         if tuple(strides) != tuple(other["strides"] or (1,) * rank):
             return [self.lost("no rule")]
-        parts = [_Part(p["start_indices"], p["limit_indices"]) for p in (own, other)]
-        return [self._part(self.operands[0], *parts, strides)]
+        part, whole = (_Part(p["start_indices"], p["limit_indices"]) for p in (own, other))
+        return [self._part(self.operands[0], part, whole, strides)]
 
     def split_apart(self) -> list[AnyRelation]:
         """`split` along one dim."""
@@ -871,7 +872,7 @@ class Step:
                 end, size = ends[k][number], sizes[k][number]
                 start = [end - size if dim == axis else 0 for dim in range(len(shapes[k]))]
                 parts.append(_Part(start, [end if dim == axis else n for dim, n in enumerate(shapes[k])]))
-            results.append(self._part(self.operands[0], *parts, (1,) * len(shapes[0])))
+            results.append(self._part(self.operands[0], parts[0], parts[1], (1,) * len(shapes[0])))
         return results
 
     def _part(self, value: Relation, own: "_Part", other: "_Part", strides: Sequence[int]) -> AnyRelation:
@@ -1638,6 +1639,11 @@ class Step:
                 return self.lost("no rule", value)
             splits = (Split(self.analysis.groups[0], 0),) if len(self.analysis.groups) == 1 else ()
         return value.replace(splits=splits, stack=stack)
+
+
+def _number(atom: Any) -> float:
+    """Returns the value of a constant operand."""
+    return float(np.asarray(atom.val))
 
 
 class _Part(NamedTuple):

@@ -326,9 +326,9 @@ class Strategy(Uncopied):
                 parameters of `fn`, or `fn` did not return a pair, or changed a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
             NotEquivalentError: When called, with `equivalence="error"`: a leaf is not what one device computes.
-            ValueError: `steps_per_call` is less than 1; `static_argnames` are not the last parameters; `view` or `equivalence` is
-                unknown; or `view` is `"global"` and there are several replicas. When called: the state was donated before, or is
-                placed on other devices; or an input is not a list of `steps_per_call` values of the same shapes.
+            ValueError: `steps_per_call` is less than 1; `static_argnames` are not the last parameters; `view` or
+                `equivalence` is unknown; or `view` is `"global"` and there are several replicas. When called: the state was
+                donated before, or is placed on other devices; or an input is not a list of `steps_per_call` values of the same shapes.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
