@@ -136,7 +136,7 @@ def verdicts(
         spec: The program.
     """
     rows = zip(results.items, results.wrappers, results.trees, strict=True)
-    kinds = [kind_of(item, wrapper) for item, wrapper, tree in rows for _ in jax.tree.leaves(tree)]
+    kinds: list[Kind] = [kind_of(item, wrapper) for item, wrapper, tree in rows for _ in jax.tree.leaves(tree)]
     remaining = iter(leaf_verdicts(local, whole, items, kinds, spec))
     worst = lambda tree: max(
         [next(remaining) for _ in jax.tree.leaves(tree)], key=lambda one: _RANK[one.name], default=EQUIVALENT

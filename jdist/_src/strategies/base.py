@@ -328,21 +328,22 @@ class Strategy(Uncopied):
             NotEquivalentError: When called, with `equivalence="error"`: a leaf is not what one device computes.
             ValueError: `steps_per_call` is less than 1; `static_argnames` are not the last parameters; `view` or
                 `equivalence` is unknown; or `view` is `"global"` and there are several replicas. When called: the state was
-                donated before, or is placed on other devices; or an input is not a list of `steps_per_call` values of the same shapes.
+                donated before, or is placed on other devices; or an input is not a list of `steps_per_call` values of the same
+                shapes.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> @strategy.step
             ... def descend(w, x):
-            ...     loss, grad = jax.value_and_grad(lambda w: (w * x) ** 2)(w)
+            ...     loss, grad = jax.value_and_grad(lambda w: jax.numpy.mean((w * x) ** 2))(w)
             ...     return w - 0.1 * jdist.all_reduce("mean", grad), jdist.all_reduce("mean", loss)
             >>> w = strategy.init(lambda: jax.numpy.float32(1.0))
-            >>> x = strategy.distribute_values_from_function(lambda c: 1.0 + c.replica_id_in_sync_group)
-            >>> w, loss = descend(w, x)
+            >>> w, loss = descend(w, strategy.split(np.float32([1, 2])))
             >>> float(w), float(loss)
             (0.5, 2.5)
             >>> print(descend.proof)
             2 of 2 results are replicated
+            2 of 2 results are what one device computes from the whole batch
         """
         options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view, equivalence)
         if fn is ...:
