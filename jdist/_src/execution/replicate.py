@@ -10,8 +10,10 @@
 The result is the program that one would write by hand, so a call costs the same.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +40,19 @@ from jdist._src.values.device_put import check_not_nested, check_uniform_shape, 
 from jdist._src.values.per_replica import PerReplica
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Pauses the collection of reference cycles: two traces make many objects, and the collector would visit all of them often."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class TracedReplica(NamedTuple):
     """The traced program of one replica, before it is analyzed.
 
@@ -54,6 +69,7 @@ class TracedReplica(NamedTuple):
     results: ReplicaResults
 
 
+@_without_garbage_collection()
 def replicate(
     call: UserCall,
     spec: ProgramSpec,
