@@ -42,7 +42,7 @@ from jdist._src.values.per_replica import PerReplica
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Pauses the collection of reference cycles: two traces make many objects, and the collector would visit all of them often."""
+    """Pauses the collection of reference cycles, which would visit the many objects of two traces again and again."""
     if not gc.isenabled():
         yield
         return
