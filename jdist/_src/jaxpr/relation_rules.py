@@ -422,7 +422,10 @@ class Step:
             if isinstance(value, Relation) and value.is_zero:
                 return [self._zeros()]
         if lost := self.lost_operand():
-            return [lost]
+            is_weighted = lost.reason == "ratio" and any(
+                isinstance(value, Relation) and value.partial for value in self.operands
+            )
+            return [self.lost("no rule") if is_weighted else lost]  # the mean of a replica, times its count
         first, second = self.operands
         if first.is_index or second.is_index:
             return [self._multiple_of_index()]
