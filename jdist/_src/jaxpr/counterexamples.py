@@ -60,11 +60,12 @@ def confirmed(
     if not any(undecided):
         return list(verdicts)
     try:
+        evidence = _Evidence(local, whole, inputs, reads, axis_sizes)
         with jax.ensure_compile_time_eval():  # a step is traced here
-            evidence = _Evidence(local, whole, inputs, reads, axis_sizes).differences(undecided)
+            differences = evidence.differences(undecided)
     except Exception:  # too large, or a primitive that numpy and JAX do not evaluate here
         return list(verdicts)
-    return [_with_evidence(verdict, differs) for verdict, differs in zip(verdicts, evidence, strict=True)]
+    return [_with_evidence(verdict, differs) for verdict, differs in zip(verdicts, differences, strict=True)]
 
 
 def _with_evidence(verdict: Verdict, differs: bool | None) -> Verdict:
@@ -93,9 +94,11 @@ class _Evidence:
             raise ValueError("a program that calls functions of the host is not evaluated")
         if any(isinstance(value, Lost) for value in inputs):
             raise ValueError("an input without a value on one device")
-        self._local, self._whole, self._reads = local, whole, reads
+        self._whole, self._reads = programs[1], reads
         self._inputs: Any = inputs
         self._sizes = dict(axis_sizes)
+        self._on_replicas = _batched(local, self._sizes)
+        self._on_one = _batched(whole, dict.fromkeys(self._sizes, 1))
 
     def differences(self, undecided: Sequence[bool]) -> list[bool | None]:
         """Returns for each output whether it differs for a random input; None for one value per replica.
@@ -108,12 +111,10 @@ class _Evidence:
             rng = np.random.default_rng(sample)
             pairs = [
                 self._values(value, var.aval, scale, is_positive or not value.splits, rng)
-                for value, var in zip(self._inputs, jax_compat.open_jaxpr(self._whole).invars, strict=True)
+                for value, var in zip(self._inputs, self._whole.invars, strict=True)
             ]
-            on_replicas = _evaluated(self._local, [own for own, _ in pairs], self._sizes)
-            on_one = _evaluated(
-                self._whole, [one[(None,) * len(self._sizes)] for _, one in pairs], dict.fromkeys(self._sizes, 1)
-            )
+            on_replicas = _evaluated(self._on_replicas, [own for own, _ in pairs])
+            on_one = _evaluated(self._on_one, [one[(None,) * len(self._sizes)] for _, one in pairs])
             for i, row in enumerate(zip(on_replicas, on_one, self._reads, strict=True)):
                 differs = self._differs(*row)
                 found[i] = found[i] or differs
@@ -171,7 +172,7 @@ class _Evidence:
         first, second = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (values, one))
         if not (np.isfinite(first).all() and np.isfinite(second).all()):
             return False
-        scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0), 1e-2)
+        scale = max(np.abs(first).max(initial=0), np.abs(second).max(initial=0), 0.1)
         return bool(np.abs(first - second).max(initial=0) > _TOLERANCE * scale)
 
 
@@ -184,17 +185,18 @@ def _random(shape: Sequence[int], dtype: Any, is_positive: bool, rng: np.random.
     return rng.integers(0, 2 if dtype == jnp.bool_ else 3, shape).astype(dtype)
 
 
-def _evaluated(program: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, int]) -> list[np.ndarray]:
-    """Returns the outputs `[*axes, ...]` of a closed jaxpr for arguments `[*axes, ...]`."""
-    jaxpr, evaluator = jax_compat.open_jaxpr(program), _WithoutVaryingTypes()
+def _batched(program: Any, axis_sizes: Mapping[str, int]) -> Any:
+    """Returns a closed jaxpr for all positions along mesh axes: its inputs and outputs are `[*axes, ...]`."""
+    jaxpr, evaluator, grid = jax_compat.open_jaxpr(program), _WithoutVaryingTypes(), tuple(axis_sizes.values())
     run: Callable[..., Any] = lambda *arguments: evaluator.run(jaxpr, program.consts, arguments)
     for axis, size in reversed(list(axis_sizes.items())):
         run = jax.vmap(run, axis_name=axis, axis_size=size)
-    variables = jax_compat.open_jaxpr(program).invars
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, jax_compat.dtype_of(var)) for x, var in zip(arguments, variables, strict=True)
-    ]
-    outputs = evaluate(jax.make_jaxpr(run)(*shapes), arguments, _MAX_OPERATIONS)
+    shape = lambda var: jax.ShapeDtypeStruct((*grid, *jax_compat.shape_of(var)), jax_compat.dtype_of(var))
+    return jax.make_jaxpr(run)(*map(shape, jaxpr.invars))
+
+
+def _evaluated(program: Any, arguments: Sequence[Any]) -> list[np.ndarray]:
+    outputs = evaluate(program, arguments, _MAX_OPERATIONS)
     return [np.asarray(jax.random.key_data(x)) if _is_key(x) else np.asarray(x) for x in outputs]
 
 
