@@ -187,8 +187,10 @@ def _random(shape: Sequence[int], dtype: Any, is_positive: bool, rng: np.random.
 
 def _batched(program: Any, axis_sizes: Mapping[str, int]) -> Any:
     """Returns a closed jaxpr for all positions along mesh axes: its inputs and outputs are `[*axes, ...]`."""
-    jaxpr, evaluator, grid = jax_compat.open_jaxpr(program), _WithoutVaryingTypes(), tuple(axis_sizes.values())
-    run: Callable[..., Any] = lambda *arguments: evaluator.run(jaxpr, program.consts, arguments)
+    jaxpr, grid = jax_compat.open_jaxpr(program), tuple(axis_sizes.values())
+    run: Callable[..., Any] = jax_compat.jaxpr_function(program)
+    if any(equation.primitive.name in _OF_VARYING_TYPES for equation in all_equations(jaxpr)):
+        run = lambda *arguments: _WithoutVaryingTypes().run(jaxpr, program.consts, arguments)
     for axis, size in reversed(list(axis_sizes.items())):
         run = jax.vmap(run, axis_name=axis, axis_size=size)
     shape = lambda var: jax.ShapeDtypeStruct((*grid, *jax_compat.shape_of(var)), jax_compat.dtype_of(var))
@@ -198,6 +200,9 @@ def _batched(program: Any, axis_sizes: Mapping[str, int]) -> Any:
 def _evaluated(program: Any, arguments: Sequence[Any]) -> list[np.ndarray]:
     outputs = evaluate(program, arguments, _MAX_OPERATIONS)
     return [np.asarray(jax.random.key_data(x)) if _is_key(x) else np.asarray(x) for x in outputs]
+
+
+_OF_VARYING_TYPES = ("psum_invariant", "all_gather_invariant", "pvary")
 
 
 class _WithoutVaryingTypes(Evaluator):

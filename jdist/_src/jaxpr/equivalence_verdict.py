@@ -96,7 +96,7 @@ def verdict_of(
     number = math.prod(axis_sizes.values())
     if relation.is_special or relation.is_index or relation.stack:
         return Verdict("unknown", "it depends on the index of the replica")
-    if relation.is_zero and not relation.splits:
+    if relation.is_zero and not relation.splits and kind != "split":
         return EQUIVALENT
     value = relation
     if is_replicated and (value.partial or value.extreme):
