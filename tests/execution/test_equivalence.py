@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import jdist
 
@@ -324,3 +325,47 @@ def test_policy_is_equivalent_or_says_in_which_sense(policy, name):
     else:
         assert {verdict.name for verdict in found.values()} == {"equivalent"}
         assert any("up to the rounding" in verdict.reason for verdict in params) == (policy in APPROXIMATE)
+
+
+class Classifier(nn.Module):
+    normalized: bool = False
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(8)(x)
+        if self.normalized:
+            x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(x))
+        return nn.Dense(3)(x)
+
+
+LOSS = optax.softmax_cross_entropy_with_integer_labels
+DATA = np.random.default_rng(0).normal(size=(18, 5)).astype(np.float32), np.arange(18) % 3
+
+
+@pytest.mark.parametrize("steps", [{}, {"micro_batches": 2}], ids=["whole", "micro_batches"])
+def test_trainer_is_equivalent_by_construction(steps):
+    """Also for the last batch, which is padded to 8 examples with weights."""
+    trainer = jdist.Trainer(
+        Classifier(),
+        optax.adamw(1e-2),
+        LOSS,
+        metrics={"accuracy": jdist.metrics.Accuracy()},
+        strategy=STRATEGIES["mirrored_2"](),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit = trainer.fit(DATA, batch_size=8, epochs=1, progress="off", **steps)
+    assert not fit.proof.not_equivalent and not fit.proof.unknown
+    assert len(fit.proof.equivalent) == len(fit.proof.replicated) + len(fit.proof.per_replica)
+
+
+def test_batch_norm_of_a_trainer_without_an_axis_warns_on_its_line():
+    trainer = jdist.Trainer(Classifier(normalized=True), optax.sgd(1e-2), LOSS, strategy=STRATEGIES["mirrored_2"]())
+    line = inspect.getsourcelines(Classifier.__call__)[1] + 4
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(DATA, batch_size=6, epochs=1, progress="off")
+    found = [one for one in caught if one.category is jdist.NotEquivalentWarning]
+    assert {(one.filename, one.lineno) for one in found} == {(__file__, line)}
+    assert '`BatchNorm(..., axis_name="replica")`' in str(found[0].message)

@@ -13,6 +13,7 @@ from jdist._src.jaxpr.collective_lines import collective_name
 from jdist._src.jaxpr.marks import REDUCE_CALL, call_name
 from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
 from jdist._src.jaxpr.relations import AnyRelation, Cause, Lost, Relation, Site, Split, is_close, may_be_one
+from jdist._src.jaxpr.replication import batch_norm_fix
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
 Kind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
@@ -92,7 +93,7 @@ def verdict_of(
         splits: The dims of a result of kind `"split"`; by default the first one over all axes.
     """
     if isinstance(relation, Lost):
-        return _of_lost(relation)
+        return _of_lost(relation, tuple(axis_sizes))
     number = math.prod(axis_sizes.values())
     if relation.is_special or relation.is_index or relation.stack:
         return Verdict("unknown", "it depends on the index of the replica")
@@ -159,7 +160,7 @@ def _times(times: float) -> str:
     return f"{text} times too {'large' if times > 1 else 'small'}"
 
 
-def _of_lost(lost: Lost) -> Verdict:
+def _of_lost(lost: Lost, axes: tuple[str, ...]) -> Verdict:
     if lost.is_unknown:
         may_be_refuted = lost.reason not in ("input", "order", "exchange", "doubt")
         return Verdict(
@@ -172,6 +173,8 @@ def _of_lost(lost: Lost) -> Verdict:
     reason, fix = _REASONS[lost.reason]
     if lost.factor is not None:
         reason, fix = reason.format(times=_times(lost.factor)), _fix_of_factor(lost.factor)
+    elif lost.begin:
+        fix = batch_norm_fix(lost.begin.equation, axes) or fix
     is_design = lost.reason == "design"
     return Verdict("not equivalent", reason, None, fix, is_design, _cause=lost.cause, _begin=lost.begin)
 

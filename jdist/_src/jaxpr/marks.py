@@ -32,6 +32,7 @@ def mark_of(equation: Equation) -> str:
 
 REDUCE_CALL = "jdist.reduce"  # each result is its operand, reduced over the replicas; the operation follows
 APPROXIMATE_CALL = "jdist.approximate"  # the number of means follows, which the first results are, and the policy
+FINITE_CALL = "jdist.finite"  # whether all operands are finite
 GUARD_CALL = "jdist.unless"  # the first operand is a condition under which the results, the others, are zeros already
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Literal
-from jdist._src.jaxpr.marks import APPROXIMATE_CALL, GUARD_CALL
+from jdist._src.jaxpr.marks import APPROXIMATE_CALL, FINITE_CALL, GUARD_CALL
 from jdist._src.jaxpr.relations import (
     REPLICATED,
     ZERO,
@@ -1534,7 +1534,7 @@ class Step:
     def has_usual_operands(self, kind: str, *details: str) -> bool:
         """Whether a call of jdist has the operands and results that jdist gave it."""
         missing = 1 if kind == GUARD_CALL else 0
-        return kind == APPROXIMATE_CALL or len(self.operands) == len(self.equation.outvars) + missing
+        return kind in (APPROXIMATE_CALL, FINITE_CALL) or len(self.operands) == len(self.equation.outvars) + missing
 
     def named_call(self, kind: str, *details: str) -> list[AnyRelation]:
         """A call of jdist whose result is known (`marks`)."""
@@ -1544,6 +1544,8 @@ class Step:
                 if len(self.operands) == len(self.equation.outvars) + 1
                 else self.every(self.lost("no rule"))
             )
+        if kind == FINITE_CALL:
+            return [self._all_finite()]
         if kind == APPROXIMATE_CALL:
             return self._approximate_means(int(details[0]), details[1])
         if len(self.operands) != len(self.equation.outvars):
@@ -1558,6 +1560,19 @@ class Step:
             else:
                 results.append(self._all_extreme(value, named, details[0].lower()))
         return results
+
+    def _all_finite(self) -> AnyRelation:
+        """Returns whether all operands are finite: a sum is, up to overflow, if and only if its parts are."""
+        if lost := self.lost_operand():
+            return lost
+        if any(value.is_special or value.is_index or value.stack for value in self.operands):
+            return self.lost("no rule")
+        axes = frozenset().union(
+            *(value.partial for value in self.operands),
+            *(value.extreme[1] for value in self.operands if value.extreme),
+            *(split.axes for value in self.operands for split in value.splits),
+        )
+        return Relation(extreme=("min", axes) if axes else None, is_nonnegative=True, **flags(*self.operands))
 
     def _approximate_means(self, number: int, policy: str) -> list[AnyRelation]:
         """Returns means that a policy rounds, followed by the part that a replica has not sent, and by the policy's state."""

@@ -166,13 +166,20 @@ def fix_for(cause: Cause, axes: Sequence[str]) -> str:
     sites = [site for site in others if isinstance(site, Equation)]
     if any(source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
         return _ACCUMULATED_FIX
+    if sites and (fix := batch_norm_fix(sites[-1], axes)):
+        return fix
+    kind = "input" if isinstance(start, Input) else start.primitive.name
+    return _FIXES.get(kind, _FIXES["input"])
+
+
+def batch_norm_fix(equation: Equation, axes: Sequence[str]) -> str:
+    """Returns advice if a batch normalization of a library traced `equation`, else an empty string."""
     for library, (file, argument) in _BATCH_NORMS.items():
-        names = source_lines.functions_in_file(sites[-1], library, file) if sites else ()
+        names = source_lines.functions_in_file(equation, library, file)
         if any(name.rpartition(".")[2] == "__call__" for name in names):
             axis_names = repr(axes[0] if len(axes) == 1 else tuple(axes)).replace("'", '"')
             return f"These are statistics of each replica's part of the batch. Write `BatchNorm(..., {argument}={axis_names})`."
-    kind = "input" if isinstance(start, Input) else start.primitive.name
-    return _FIXES.get(kind, _FIXES["input"])
+    return ""
 
 
 _FIXES = {

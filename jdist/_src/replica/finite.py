@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._src.core.tree import PyTree
+from jdist._src.jaxpr.marks import FINITE_CALL, named_call
 from jdist._src.replica.context import all_reduce
 
 NonFinite: TypeAlias = Literal["stop", "skip", "keep"]  # the treatment of a step whose loss or gradient is not finite
@@ -23,12 +24,16 @@ def are_finite(tree: PyTree) -> jax.Array:
         (True, False)
     """
     leaves = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return named_call(_are_finite, FINITE_CALL)(*leaves) if leaves else jnp.bool_(True)
+
+
+def _are_finite(*leaves: jax.Array) -> jax.Array:
     # A program of many small tests takes longer than one test of a copy.
     tested = [leaf for leaf in leaves if leaf.size > _SMALL]
     for dtype in {leaf.dtype: None for leaf in leaves}:
         small = [leaf.ravel() for leaf in leaves if leaf.size <= _SMALL and leaf.dtype == dtype]
         tested += [jnp.concatenate(small)] if small else []
-    return jnp.stack([_is_finite(leaf) for leaf in tested]).all() if tested else jnp.bool_(True)
+    return jnp.stack([_is_finite(leaf) for leaf in tested]).all()
 
 
 def are_finite_on_all_replicas(tree: PyTree) -> jax.Array:
