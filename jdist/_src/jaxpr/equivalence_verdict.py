@@ -12,7 +12,17 @@ from jdist._src.core import source_lines
 from jdist._src.jaxpr.collective_lines import collective_name
 from jdist._src.jaxpr.marks import REDUCE_CALL, call_name
 from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
-from jdist._src.jaxpr.relations import AnyRelation, Cause, Lost, Relation, Site, Split, is_close, may_be_one
+from jdist._src.jaxpr.relations import (
+    UNKNOWN_REASONS,
+    AnyRelation,
+    Cause,
+    Lost,
+    Relation,
+    Site,
+    Split,
+    is_close,
+    may_be_one,
+)
 from jdist._src.jaxpr.replication import batch_norm_fix
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
@@ -165,7 +175,7 @@ def _of_lost(lost: Lost, axes: tuple[str, ...]) -> Verdict:
         may_be_refuted = lost.reason not in ("input", "order", "exchange", "doubt")
         return Verdict(
             "unknown",
-            _UNKNOWN_REASONS[lost.reason],
+            UNKNOWN_REASONS[lost.reason],
             may_be_refuted=may_be_refuted,
             _cause=lost.cause,
             _begin=lost.begin,
@@ -257,16 +267,4 @@ _REASONS = {
         "by design of the policy: the parameters of the replicas differ between the steps that synchronize them",
         "",
     ),
-}
-_UNKNOWN_REASONS = {
-    "no rule": "there is no rule for an operation",
-    "other program": "with the whole batch the function is another program",
-    "input": "it depends on an input that has one value per replica",
-    "extreme": "it depends on the greatest or least value of the examples of a replica",
-    "doubt": "a constant may be the number of replicas",
-    "order": "it combines examples in different orders",
-    "sorted": "it sorts the examples of a replica",
-    "index": "it depends on the index of the replica",
-    "exchange": "values are exchanged between replicas in an order that one device does not have",
-    "part": "it takes a part of the examples",
 }

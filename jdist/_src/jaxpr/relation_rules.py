@@ -202,13 +202,8 @@ class Step:
             return spread
         return Relation(splits=spread[0].splits, stack=spread[0].stack, **flags(*values), **known)
 
-    def _spread(self, values: Sequence[Relation], first: int = 0) -> list[Relation] | Lost:
-        """Gives values that are broadcast to the shape of the result the splits of those that they are combined with.
-
-        Args:
-            values: The relations of operands.
-            first: The number of the first of these operands.
-        """
+    def _spread(self, values: Sequence[Relation]) -> list[Relation] | Lost:
+        """Gives values that are broadcast to the shape of the result the splits of those that they are combined with."""
         known = sorted(
             (split for value in values for split in value.splits),
             key=lambda split: (not split.is_constant, split.regrouped),
@@ -216,7 +211,7 @@ class Step:
         splits = {split.dim: split for split in known}
         stack = next((value.stack for value in values if value.stack), None)
         spread = []
-        for i, value in enumerate(values, first):
+        for i, value in enumerate(values):
             shape = jax_compat.shape_of(self.whole.invars[i])
             own = {split.dim: split for split in value.splits}
             is_broadcast = lambda dim, shape=shape: not shape or shape[dim] == 1
@@ -1537,19 +1532,13 @@ class Step:
         return kind in (APPROXIMATE_CALL, FINITE_CALL) or len(self.operands) == len(self.equation.outvars) + missing
 
     def named_call(self, kind: str, *details: str) -> list[AnyRelation]:
-        """A call of jdist whose result is known (`marks`)."""
+        """A call of jdist whose result is known (`marks`), with the usual operands."""
         if kind == GUARD_CALL:
-            return (
-                self.operands[1:]
-                if len(self.operands) == len(self.equation.outvars) + 1
-                else self.every(self.lost("no rule"))
-            )
+            return self.operands[1:]
         if kind == FINITE_CALL:
             return [self._all_finite()]
         if kind == APPROXIMATE_CALL:
             return self._approximate_means(int(details[0]), details[1])
-        if len(self.operands) != len(self.equation.outvars):
-            return self.every(self.lost("no rule"))
         named = frozenset(self.analysis.axis_sizes)
         results = []
         for value in self.operands:

@@ -186,7 +186,7 @@ class Lost:
     """A value without a relation.
 
     Attributes:
-        reason: A key of `REASONS`.
+        reason: A key of `UNKNOWN_REASONS`, or of the reasons in `equivalence_verdict`.
         cause: The chain of equations, from where it begins; None for an input.
         begin: The equation to change: the one that loses the relation, or the collective that gave a wrong factor.
         factor: How many times too large the operand was, if this is the reason.
@@ -202,14 +202,24 @@ class Lost:
     @property
     def is_unknown(self) -> bool:
         """Whether nothing is known, so that it may be equal."""
-        return self.reason in _UNKNOWN
+        return self.reason in UNKNOWN_REASONS
 
 
 AnyRelation: TypeAlias = Relation | Lost
 
-_UNKNOWN = frozenset(
-    {"no rule", "other program", "input", "extreme", "order", "sorted", "part", "exchange", "index", "doubt"}
-)
+# Reasons for which nothing is known: the value may be equal.
+UNKNOWN_REASONS = {
+    "no rule": "there is no rule for an operation",
+    "other program": "with the whole batch the function is another program",
+    "input": "it depends on an input that has one value per replica",
+    "extreme": "it depends on the greatest or least value of the examples of a replica",
+    "doubt": "a constant may be the number of replicas",
+    "order": "it combines examples in different orders",
+    "sorted": "it sorts the examples of a replica",
+    "index": "it depends on the index of the replica",
+    "exchange": "values are exchanged between replicas in an order that one device does not have",
+    "part": "it takes a part of the examples",
+}
 
 
 def aligned(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[Relation] | None:
