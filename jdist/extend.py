@@ -5,9 +5,9 @@ from jdist._src.devices.mesh import replica_mesh as replica_mesh
 from jdist._src.execution.backend import Backend as Backend
 from jdist._src.execution.backend import ProgramSpec as ProgramSpec
 from jdist._src.execution.backend import ReplicaFunction as ReplicaFunction
-from jdist._src.execution.backend import ReplicaResults as ReplicaResults
 from jdist._src.execution.compiled_function import CompiledFunction as CompiledFunction
 from jdist._src.execution.stage import Stage as Stage
+from jdist._src.execution.traced import ReplicaResults as ReplicaResults
 from jdist._src.execution.traced import Traced as Traced
 from jdist._src.execution.traced import UserCall as UserCall
 

@@ -169,6 +169,72 @@ def test_mean_is_proved(strategy):
     assert str(program.proof).endswith("1 of 1 results are what one device computes from the whole batch")
 
 
+FORMS = {
+    "call": lambda strategy, step, w, batch: strategy.step(step)(w, *batch),
+    "ahead of time": lambda strategy, step, w, batch: strategy.step(step).lower(w, *batch).compile(),
+    "in a jit": lambda strategy, step, w, batch: jax.jit(lambda w, x, y: strategy.step(step)(w, x, y))(w, *batch),
+    "in a scan": lambda strategy, step, w, batch: jax.jit(
+        lambda w, x, y: jax.lax.scan(lambda w, _: strategy.step(step)(w, x, y), w, length=2)
+    )(w, *batch),
+    "with a constant of a jit": lambda strategy, step, w, batch: jax.jit(
+        lambda w, x, y, c: strategy.step(lambda w, x, y: step(w, x * c, y))(w, x, y)
+    )(w, *batch, 2.0),
+    "several steps": lambda strategy, step, w, batch: strategy.step(step, steps_per_call=2)(
+        w, *([x, x] for x in batch)
+    ),
+    "by name": lambda strategy, step, w, batch: strategy.step(step)(w, **dict(zip("xy", batch, strict=True))),
+    "late": lambda strategy, step, w, batch: jdist.step(step).on(strategy)(w, *batch),
+    "proof in a scope": lambda strategy, step, w, batch: read_in_scope(strategy, strategy.step(step), w, batch),
+    "leaks are checked": lambda strategy, step, w, batch: jax.checking_leaks()(strategy.step(step))(w, *batch),
+}
+
+
+def read_in_scope(strategy, program, w, batch):
+    program.lower(w, *batch)
+    with strategy.scope(), jax.set_mesh(strategy.mesh):
+        return program.proof.not_equivalent
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_warning_in_each_form_of_a_call(strategy, form):
+    def step(w, x, y):
+        jnp.sin(X)  # JAX compiles it during the trace
+        return summed(w, x, y)
+
+    w, batch = strategy.init(lambda: jnp.float32(0.5)), strategy.split((X, Y))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FORMS[form](strategy, step, w, batch)
+    (warning,) = [one for one in caught if one.category is jdist.NotEquivalentWarning]
+    assert (warning.filename, warning.lineno) == (__file__, inspect.getsourcelines(summed)[1] + 1)
+
+
+def test_traced_step_is_compared_when_it_is_compiled_or_its_verdicts_are_read(strategy):
+    traces = []
+
+    def step(w, x, y):
+        traces.append(x.shape)
+        return averaged(w, x, y)
+
+    program, w, batch = strategy.step(step), strategy.init(lambda: jnp.float32(0.5)), strategy.split((X, Y))
+    jax.eval_shape(program, w, *batch)
+    program.lower(w, *batch)
+    assert len(traces) == 1
+    assert program.proof.equivalent == program.proof.equivalent == ("state",)
+    assert len(traces) == 2
+    program.lower(w, *batch).compile()
+    assert len(traces) == 2
+
+
+def test_state_survives_a_warning_that_is_an_error(strategy):
+    program, w, batch = strategy.step(summed), strategy.init(lambda: jnp.float32(0.5)), strategy.split((X, Y))
+    with warnings.catch_warnings(), pytest.raises(jdist.NotEquivalentWarning):
+        warnings.simplefilter("error")
+        program(w, *batch)
+    expected = 0.5 - strategy.num_replicas_in_sync * 0.1 * GRAD(0.5, X, Y)
+    np.testing.assert_allclose(program(w, *batch)[0], expected, rtol=1e-5)
+
+
 def test_error_is_raised_before_the_step_runs(strategy):
     with pytest.raises(jdist.NotEquivalentError, match="is not what one device computes from the whole batch"):
         called(strategy, summed, equivalence="error")

@@ -5,11 +5,14 @@ Every context variable that a traced function can read is therefore set together
 """
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
+_NO_MESH = Mesh(np.empty((), object), ())
 _key = jax.make_user_context(default_value=())
 _parts: ContextVar[tuple[Hashable, ...] | None] = ContextVar("jdist_trace_key", default=None)
 # Leaving a context restores the value before it. This one was entered when no value was set, so leaving it unsets the value.
@@ -31,6 +34,13 @@ def keyed(part: Hashable) -> contextlib.AbstractContextManager[None]:
 def unkeyed() -> contextlib.AbstractContextManager[None]:
     """Removes the added parts from the cache key inside the `with` block."""
     return _Block(())
+
+
+@contextlib.contextmanager
+def outside_mesh() -> Iterator[None]:
+    """Leaves the host's contexts: `strategy.scope()`, in which programs would be compiled again, and `jax.set_mesh`."""
+    with unkeyed(), jax.set_mesh(_NO_MESH):
+        yield
 
 
 def is_keyed() -> bool:

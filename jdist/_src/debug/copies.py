@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 
 from jdist._src.core import activity, jax_compat
 from jdist._src.core.nn_modules import leaves_with_path, to_array_tree
+from jdist._src.core.trace_key import outside_mesh
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.debug.checksums import checksum, checksum_program, devices_of_parts, on_named_mesh
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
-from jdist._src.execution.program import outside_mesh
 from jdist._src.values.array_checks import (
     check_array,
     check_not_deleted,

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction
 from jdist._src.execution.device_offload import copy_to_mesh
 from jdist._src.execution.placement_stages import PlacedResults, constrain
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Results
+from jdist._src.execution.traced import ReplicaResults, Results
 from jdist._src.jaxpr.single_replica import eliminate_collectives
 from jdist._src.values.array_copies import to_device_memory
 from jdist._src.values.base import is_distributed

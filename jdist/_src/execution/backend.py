@@ -7,14 +7,13 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import PyTreeDef
 
 from jdist._src.core import jax_compat
 from jdist._src.core.partition_specs import axes_of
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, Results, UserCall
+from jdist._src.execution.traced import Arguments, ReplicaResults, Results, UserCall
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
@@ -57,63 +56,6 @@ class ReplicaFunction:
 
         pairs = zip(self.unwrapped, self.is_varying, strict=True)
         return [jax.tree.map(lambda leaf, varies=varies: block_shape(leaf, varies), tree) for tree, varies in pairs]
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplicaResults:
-    """The results of a traced replica function: `(state, outputs)`, flattened to items.
-
-    Attributes:
-        items: Each result: the wrapper that the function returned, or None for a plain leaf.
-        names: The name of each result in messages.
-        num_state: The number of leading items that are the new state.
-        treedef: The structure of `(state, outputs)`.
-        wrappers: The wrapper class that each result is placed in, None if it is replicated. Empty until the proof is done.
-    """
-
-    items: Sequence[Any]
-    names: Sequence[str]
-    num_state: int
-    treedef: PyTreeDef
-    wrappers: Sequence[Any] = ()
-
-    @property
-    def is_varying(self) -> list[bool]:
-        """Whether each result has one value per replica."""
-        return [wrapper is not None and not wrapper._is_replicated for wrapper in self.wrappers]
-
-    @property
-    def trees(self) -> list[PyTree]:
-        """Each result as the tree of its leaves."""
-        return [0 if item is None else item.tree for item in self.items]
-
-    def as_trees(self, leaves: Sequence[Any]) -> list[PyTree]:
-        """Returns the leaves of all results, grouped into one tree per result."""
-        remaining = iter(leaves)
-        return [jax.tree.map(lambda _: next(remaining), tree) for tree in self.trees]
-
-    def to_blocks(self, values: Sequence[PyTree]) -> list[PyTree]:
-        """Returns the block of each result that one device stores, from the results of one replica."""
-        pairs = zip(self.wrappers, values, strict=True)
-        return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
-
-    def evaluator(self, program: Any, evaluate: Callable[..., list[Any]] | None = None) -> Callable[..., list[PyTree]]:
-        """Returns a function that runs the jaxpr of one replica, from blocks of arguments to blocks of results.
-
-        Args:
-            program: The closed jaxpr.
-            evaluate: Runs it; by default as it is.
-        """
-        evaluate = evaluate or jax_compat.jaxpr_function(program)
-        return lambda *blocks: self.to_blocks(self.as_trees(evaluate(*jax.tree.leaves(blocks))))
-
-    def as_pair(self, values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
-        """Returns `(state, outputs)` with the global value of each result in its wrapper."""
-        wrapped = [
-            item._with_tree(value) if item is not None else wrapper(value) if wrapper else value  # pyright: ignore[reportCallIssue]
-            for item, wrapper, value in zip(self.items, self.wrappers, values, strict=True)
-        ]
-        return self.treedef.unflatten(wrapped)
 
 
 @dataclasses.dataclass(frozen=True)

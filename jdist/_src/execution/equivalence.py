@@ -1,22 +1,31 @@
 """The equivalence of a step: whether its results on N replicas are those of one device with the whole batch.
 
-The step is traced once more, as the only replica, with the global batch. `jaxpr.equivalence` compares both traces.
+The step is traced once more, as the only replica, with the global batch. `jaxpr.equivalence` compares both traces. This takes
+about as long as the first trace, so it is not a part of it: it is done when JAX compiles the program, which takes longer and
+is not done for shapes only, or when the verdicts are read.
 """
 
+import collections
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import core
 from jax.sharding import AbstractMesh
 
-from jdist._src.core import source_lines
+from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import NotEquivalentError, NotEquivalentWarning
+from jdist._src.core.trace_key import outside_mesh
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import ProgramSpec, ReplicaResults
-from jdist._src.execution.traced import UserCall
+from jdist._src.execution.backend import ProgramSpec
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Arguments, Traced, TraceFn, UserCall
+from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
 from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, Kind, Verdict, verdict_of
@@ -27,6 +36,106 @@ from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.sharded import Sharded
 from jdist._src.values.sync_on_read import SyncOnRead
+
+_COMPILATION = "/jax/core/compile/backend_compile_duration"  # the event after a compilation, before the first call
+_MAX_WAITING = 32  # programs that were traced and may still be compiled
+
+
+class Equivalence(Stage):
+    """Compares each trace of a step with the step on one device.
+
+    Args:
+        spec: The program.
+    """
+
+    def __init__(self, spec: ProgramSpec):
+        self._spec = spec
+
+    def wrap_trace(self, trace: TraceFn) -> TraceFn:
+        """See `Stage`. With `equivalence="error"` it compares during the trace, before the program is compiled."""
+
+        def trace_to_compare(args: Arguments) -> Traced:
+            spec, num_warnings = self._spec, len(replication.places_of_warnings())
+            traced = trace(args)
+            call = spec.user_call(args)
+            if not compares(call, spec):
+                return traced
+            comparison = Comparison(traced, call, replication.places_of_warnings(num_warnings), spec)
+            # A constant that is a tracer is known only during the trace of the user's `jax.jit`.
+            if spec.equivalence == "error" or any(isinstance(const, core.Tracer) for const in traced.jaxpr.consts):
+                comparison()
+            else:
+                _compare_when_compiled(comparison)
+            return traced._replace(proof=dataclasses.replace(traced.proof, _comparison=comparison))
+
+        return trace_to_compare
+
+
+class Comparison:
+    """The comparison of a traced step with the step on one device. It is made once, when it is called for the first time.
+
+    Mutable: it holds the jaxpr until then, and the verdicts after it.
+
+    Args:
+        traced: The trace.
+        call: The call of the user's function.
+        explained: The lines of which the trace gave a more special warning.
+        spec: The program.
+    """
+
+    def __init__(self, traced: Traced, call: UserCall, explained: Sequence[source_lines.Frame], spec: ProgramSpec):
+        # No value of the trace is held: `jax.checking_leaks` would report it.
+        results, local, retrace = traced.results, traced.jaxpr, traced.retrace
+        rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
+        kinds = [(name, [kind_of(item, wrapper)] * len(jax.tree.leaves(tree))) for name, item, wrapper, tree in rows]
+        call, num_state = call.with_arguments(*_shapes(call)), results.num_state
+
+        def compare() -> None:
+            with contextlib.nullcontext() if jax_compat.is_tracing() else outside_mesh():
+                whole = trace_whole(call, spec, retrace)
+                items = jax.tree.leaves((call.args, call.kwargs), is_leaf=is_distributed)
+                self._verdicts = _verdicts(local, whole, items, kinds, spec)
+            report(list(self._verdicts.items())[:num_state], explained, spec)
+
+        self._compare: Callable[[], None] | None = compare
+        self._verdicts: dict[str, Verdict] = {}
+
+    def __call__(self) -> Mapping[str, Verdict]:
+        """Returns the verdict on each result by name.
+
+        Raises:
+            NotEquivalentError: `equivalence="error"`, and a leaf of the state is not equivalent.
+
+        Warns:
+            NotEquivalentWarning: In the first call, with `equivalence="warn"`, a leaf is not equivalent, other than by design.
+        """
+        if self._compare is not None:
+            compare, self._compare = self._compare, None
+            compare()
+        return self._verdicts
+
+
+_waiting: collections.deque[Comparison] = collections.deque(maxlen=_MAX_WAITING)
+
+
+def _compare_when_compiled(comparison: Comparison) -> None:
+    """Makes a comparison after the next compilation, which is that of the program or of the `jax.jit` around it."""
+    _listen()
+    _waiting.append(comparison)
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+
+
+def _note_compilation(event: str, duration_secs: float, **metadata: str | int) -> None:
+    if event != _COMPILATION or not _waiting or jax_compat.is_tracing():  # of a constant, while another trace goes on
+        return
+    comparisons = list(_waiting)
+    _waiting.clear()
+    for comparison in comparisons:
+        comparison()
 
 
 class Whole(NamedTuple):
@@ -54,7 +163,7 @@ def trace_whole(call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, Pr
     """Traces a call as the only replica, with the global batch.
 
     Args:
-        call: The call of the user's function.
+        call: The call of the user's function, on tracers or shapes.
         spec: The program.
         trace: Traces a call for one replica, and returns the closed jaxpr.
     """
@@ -69,9 +178,7 @@ def trace_whole(call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, Pr
         return 0
 
     programs: list[Any] = []
-    shapes = jax.tree.map(
-        lambda item: _whole_shapes(item, number), (tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed
-    )
+    shapes = jax.tree.map(lambda item: _whole_shapes(item, number), _shapes(call), is_leaf=is_distributed)
     try:
         jax.eval_shape(trace_shapes, *shapes)
     except Exception as error:  # the user's function, which may have a fixed size of a batch
@@ -87,17 +194,28 @@ def _only_replica(replicas: Replicas) -> Replicas:
     return dataclasses.replace(replicas, mesh=abstract, size=1)
 
 
+def _shapes(call: UserCall) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """Returns the arguments of a call as shapes in their wrappers."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        aval = jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    return jax.tree.map(shape, (tuple(call.args), dict(call.kwargs)))
+
+
 def _whole_shapes(item: Any, number: int) -> Any:
     """Returns the shapes of an argument for one device: a batch `[replica, batch, ...]` becomes `[1, replica * batch, ...]`."""
 
-    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        aval = jax.typeof(leaf)
-        dims = aval.shape
+    def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dims = leaf.shape
         if isinstance(item, PerReplica):
             dims = (1, number * dims[1], *dims[2:]) if len(dims) > 1 else (1,)
         elif isinstance(item, SyncOnRead):
             dims = (1, *dims[1:])
-        return jax.ShapeDtypeStruct(dims, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        return jax.ShapeDtypeStruct(dims, leaf.dtype, weak_type=leaf.weak_type)
 
     return jax.tree.map(shape, item)
 
@@ -119,29 +237,25 @@ def _relation(item: Any, leaf: Any, axes: tuple[str, ...], number: int) -> AnyRe
             factor = 1.0 if item.aggregation is VariableAggregation.SUM else 1 / number
             return Relation(factor, partial=frozenset(axes))
         return Lost("input")
-    is_batch = isinstance(item, PerReplica) and item.spec is None and len(jax.typeof(leaf).shape) > 1
+    is_batch = isinstance(item, PerReplica) and item.spec is None and len(leaf.shape) > 1
     return Relation(splits=(Split(axes, 1),)) if is_batch else Lost("input")
 
 
-def verdicts(
-    local: Any, whole: Whole, items: Sequence[Any], results: ReplicaResults, spec: ProgramSpec
-) -> list[tuple[str, Verdict]]:
-    """Returns the name of each result and the verdict on it: that of its first leaf that is not equivalent.
+def _verdicts(
+    local: Any, whole: Whole, items: Sequence[Any], kinds: Sequence[tuple[str, list[Kind]]], spec: ProgramSpec
+) -> dict[str, Verdict]:
+    """Returns the verdict on each result by name: that of its first leaf that is not equivalent. See `leaf_verdicts`.
 
     Args:
         local: The closed jaxpr of one replica of several.
         whole: The trace as the only replica.
         items: The arguments.
-        results: The results, with their wrappers.
+        kinds: The name of each result, and how each of its leaves is read.
         spec: The program.
     """
-    rows = zip(results.items, results.wrappers, results.trees, strict=True)
-    kinds: list[Kind] = [kind_of(item, wrapper) for item, wrapper, tree in rows for _ in jax.tree.leaves(tree)]
-    remaining = iter(leaf_verdicts(local, whole, items, kinds, spec))
-    worst = lambda tree: max(
-        [next(remaining) for _ in jax.tree.leaves(tree)], key=lambda one: _RANK[one.name], default=EQUIVALENT
-    )
-    return [(name, worst(tree)) for name, tree in zip(results.names, results.trees, strict=True)]
+    remaining = iter(leaf_verdicts(local, whole, items, [kind for _, leaves in kinds for kind in leaves], spec))
+    worst = lambda verdicts: max(verdicts, key=lambda one: _RANK[one.name], default=EQUIVALENT)
+    return {name: worst([next(remaining) for _ in leaves]) for name, leaves in kinds}
 
 
 def leaf_verdicts(

@@ -21,12 +21,12 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Literal
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction
 from jdist._src.execution.device_offload import copy_to_mesh
 from jdist._src.execution.placement_stages import PlacedResults
 from jdist._src.execution.shard_map import partition_specs
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Results
+from jdist._src.execution.traced import ReplicaResults, Results
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.update_partition import JaxprPart

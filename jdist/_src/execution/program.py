@@ -4,23 +4,21 @@ A call of a program is a call of `jax.jit`, through the stages of the program (`
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from jdist._src.core import jax_compat
-from jdist._src.core.trace_key import is_keyed, unkeyed
+from jdist._src.core.trace_key import is_keyed, outside_mesh, unkeyed
 from jdist._src.core.tree import PyTree
 from jdist._src.core.uncopied import Uncopied
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.call_forms import CallForms
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.equivalence import Whole, compares
+from jdist._src.execution.equivalence import Whole, compares, trace_whole
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
-from jdist._src.execution.replicate import TracedReplica, replicate, trace_replica, trace_whole
+from jdist._src.execution.replicate import TracedReplica, replicate, retracer, trace_replica
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, Traced, TraceFn
 from jdist._src.replica.context import in_replica_function
@@ -28,7 +26,6 @@ from jdist._src.replica.context import in_replica_function
 StateT = TypeVar("StateT")
 InputsT = ParamSpec("InputsT")
 OutputsT = TypeVar("OutputsT")
-_NO_MESH = Mesh(np.empty((), object), ())
 
 
 class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
@@ -111,7 +108,8 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         def trace(*args: PyTree) -> None:
             call = self._spec.user_call(args)
             local = trace_replica(call, self._spec, self._stages)
-            traced.append((local, trace_whole(call, self._spec, self._stages) if compares(call, self._spec) else None))
+            whole = trace_whole(call, self._spec, retracer(self._stages)) if compares(call, self._spec) else None
+            traced.append((local, whole))
 
         def trace_shapes(args: Arguments) -> Any:
             jax.eval_shape(trace, *self._compiled.shapes(args))
@@ -191,10 +189,3 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
                 "`jax.set_mesh`."
             )
         return unkeyed()
-
-
-@contextlib.contextmanager
-def outside_mesh() -> Iterator[None]:
-    """Leaves the host's contexts: `strategy.scope()`, in which programs would be compiled again, and `jax.set_mesh`."""
-    with unkeyed(), jax.set_mesh(_NO_MESH):
-        yield

@@ -10,10 +10,8 @@
 The result is the program that one would write by hand, so a call costs the same.
 """
 
-import contextlib
 import dataclasses
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +20,12 @@ from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
 from jdist._src.core.jax_compat import Jaxpr
 from jdist._src.core.tree import PyTree, named_leaves
-from jdist._src.execution import equivalence
-from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import ProgramSpec, ReplicaFunction
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Proof, ReplicaFn, Traced, UserCall, item_names
+from jdist._src.execution.traced import Proof, ReplicaFn, ReplicaResults, Traced, UserCall, item_names
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
 from jdist._src.jaxpr.count_check import warn_of_local_counts
-from jdist._src.jaxpr.equivalence_verdict import Verdict
 from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.jaxpr.trace_errors import check_no_captured_ref, explain_trace_errors, note_arguments
@@ -38,19 +34,6 @@ from jdist._src.values.array_checks import check_value
 from jdist._src.values.base import is_distributed, named_values
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape, check_wrapper
 from jdist._src.values.per_replica import PerReplica
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Pauses the collection of reference cycles, which would visit the many objects of two traces again and again."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class TracedReplica(NamedTuple):
@@ -69,7 +52,6 @@ class TracedReplica(NamedTuple):
     results: ReplicaResults
 
 
-@_without_garbage_collection()
 def replicate(
     call: UserCall,
     spec: ProgramSpec,
@@ -92,25 +74,20 @@ def replicate(
     function, names, program, results = trace_replica(call, spec, stages)
     jaxpr = jax_compat.open_jaxpr(program)
     check_no_captured_ref(jaxpr)
-    inputs, before = analysis_inputs(function.items, names, spec.varying_axes), len(replication.places_of_warnings())
+    inputs = analysis_inputs(function.items, names, spec.varying_axes)
     results = _with_wrappers(results, replication.prove(jaxpr, inputs, spec.varying_axes))
     if spec.varying_axes:
         _check_for_replicas(jaxpr, inputs, call, spec)
-    verdicts = []
-    if spec.equivalence != "ignore" and equivalence.compares(call, spec):
-        # After the trace that runs, which code that can be traced only once does not refuse then.
-        whole = trace_whole(call, spec, stages)
-        verdicts = equivalence.verdicts(program, whole, function.items, results, spec)
-    equivalence.report(verdicts[: results.num_state], replication.places_of_warnings(before), spec)
     run = program
     for stage in stages:
         run = stage.wrap_program(run)
-    return Traced(results.as_pair(spec.backend.run(function, run, results)), _proof(results, verdicts), program)
+    pair = results.as_pair(spec.backend.run(function, run, results))
+    return Traced(pair, _proof(results), program, results, retracer(stages))
 
 
-def trace_whole(call: UserCall, spec: ProgramSpec, stages: Sequence[Stage]) -> equivalence.Whole:
-    """Traces a call as the only replica, with the global batch."""
-    return equivalence.trace_whole(call, spec, lambda call, spec: trace_replica(call, spec, stages).program)
+def retracer(stages: Sequence[Stage]) -> Callable[[UserCall, ProgramSpec], Any]:
+    """Returns what traces a call for one replica and returns the closed jaxpr."""
+    return lambda call, spec: trace_replica(call, spec, stages).program
 
 
 def _check_for_replicas(jaxpr: Jaxpr, inputs: Sequence[replication.Input], call: UserCall, spec: ProgramSpec) -> None:
@@ -202,12 +179,11 @@ def _with_wrappers(results: ReplicaResults, variations: Sequence[Variation]) -> 
     return dataclasses.replace(results, wrappers=wrappers)
 
 
-def _proof(results: ReplicaResults, verdicts: Sequence[tuple[str, Verdict]]) -> Proof:
+def _proof(results: ReplicaResults) -> Proof:
     pairs = list(zip(results.names, results.wrappers, strict=True))
     return Proof(
         replicated=tuple(name for name, wrapper in pairs if wrapper is None or wrapper._is_replicated),
         per_replica=tuple(name for name, wrapper in pairs if wrapper and not wrapper._is_replicated),
-        equivalence=dict(verdicts),
     )
 
 

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction
 from jdist._src.execution.placement_stages import PlacedResults, constrain
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Results
+from jdist._src.execution.traced import ReplicaResults, Results
 from jdist._src.jaxpr.single_replica import eliminate_collectives
 from jdist._src.jaxpr.trace_errors import check_no_callback
 from jdist._src.jaxpr.wide_reductions import widened

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import PyTreeDef
 
+from jdist._src.core import jax_compat
 from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, argument_names
 from jdist._src.jaxpr.equivalence_verdict import Verdict
@@ -25,13 +27,20 @@ class Proof:
     Attributes:
         replicated: The names of the results that are the same on every replica, for all inputs.
         per_replica: The names of the results that have one value per replica.
-        equivalence: For each result of a step by name, whether it is what one device computes from the whole batch. Empty for
-            one replica, for asynchronous workers, and with `equivalence="ignore"`.
     """
 
     replicated: tuple[str, ...]
     per_replica: tuple[str, ...]
-    equivalence: Mapping[str, Verdict] = dataclasses.field(default_factory=dict)
+    _comparison: Callable[[], Mapping[str, Verdict]] = dataclasses.field(default=dict, repr=False, compare=False)
+
+    @property
+    def equivalence(self) -> Mapping[str, Verdict]:
+        """For each result of a step by name, whether it is what one device computes from the whole batch.
+
+        Empty for one replica, for asynchronous workers, and with `equivalence="ignore"`. A step that is traced and not
+        compiled is compared with one device when this is read.
+        """
+        return self._comparison()
 
     @property
     def equivalent(self) -> tuple[str, ...]:
@@ -64,6 +73,63 @@ class Proof:
         return text
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplicaResults:
+    """The results of a traced replica function: `(state, outputs)`, flattened to items.
+
+    Attributes:
+        items: Each result: the wrapper that the function returned, or None for a plain leaf.
+        names: The name of each result in messages.
+        num_state: The number of leading items that are the new state.
+        treedef: The structure of `(state, outputs)`.
+        wrappers: The wrapper class that each result is placed in, None if it is replicated. Empty until the proof is done.
+    """
+
+    items: Sequence[Any]
+    names: Sequence[str]
+    num_state: int
+    treedef: PyTreeDef
+    wrappers: Sequence[Any] = ()
+
+    @property
+    def is_varying(self) -> list[bool]:
+        """Whether each result has one value per replica."""
+        return [wrapper is not None and not wrapper._is_replicated for wrapper in self.wrappers]
+
+    @property
+    def trees(self) -> list[PyTree]:
+        """Each result as the tree of its leaves."""
+        return [0 if item is None else item.tree for item in self.items]
+
+    def as_trees(self, leaves: Sequence[Any]) -> list[PyTree]:
+        """Returns the leaves of all results, grouped into one tree per result."""
+        remaining = iter(leaves)
+        return [jax.tree.map(lambda _: next(remaining), tree) for tree in self.trees]
+
+    def to_blocks(self, values: Sequence[PyTree]) -> list[PyTree]:
+        """Returns the block of each result that one device stores, from the results of one replica."""
+        pairs = zip(self.wrappers, values, strict=True)
+        return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
+
+    def evaluator(self, program: Any, evaluate: Callable[..., list[Any]] | None = None) -> Callable[..., list[PyTree]]:
+        """Returns a function that runs the jaxpr of one replica, from blocks of arguments to blocks of results.
+
+        Args:
+            program: The closed jaxpr.
+            evaluate: Runs it; by default as it is.
+        """
+        evaluate = evaluate or jax_compat.jaxpr_function(program)
+        return lambda *blocks: self.to_blocks(self.as_trees(evaluate(*jax.tree.leaves(blocks))))
+
+    def as_pair(self, values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
+        """Returns `(state, outputs)` with the global value of each result in its wrapper."""
+        wrapped = [
+            item._with_tree(value) if item is not None else wrapper(value) if wrapper else value  # pyright: ignore[reportCallIssue]
+            for item, wrapper, value in zip(self.items, self.wrappers, values, strict=True)
+        ]
+        return self.treedef.unflatten(wrapped)
+
+
 class Traced(NamedTuple):
     """A replica function that was traced and analyzed.
 
@@ -71,12 +137,16 @@ class Traced(NamedTuple):
         pair: The global values of `(state, outputs)`.
         proof: Which of them are replicated.
         jaxpr: The closed jaxpr of one replica.
+        results: The results of one replica.
+        retrace: Returns the closed jaxpr of another call of the same function, for the replicas of a program.
         num_steps: The number of steps that it takes, if the function is a step.
     """
 
     pair: Results
     proof: Proof
     jaxpr: Any
+    results: ReplicaResults
+    retrace: Callable[["UserCall", Any], Any]
     num_steps: int = 1
 
 

@@ -8,11 +8,11 @@ import jax
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import num_replica_devices
-from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import ProgramSpec, ReplicaFunction
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.shard_map import ReplicaBackend, map_over_mesh, partition_specs
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import CallFn, Results
+from jdist._src.execution.traced import CallFn, ReplicaResults, Results
 from jdist._src.jaxpr.virtual_replicas import run_virtual_replicas
 from jdist._src.jaxpr.virtual_values import Slots, is_stacked, join_slots, split_into_slots
 

@@ -11,11 +11,11 @@ import numpy as np
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.tree import PyTree, has_dtype
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, CallFn, Results
+from jdist._src.execution.traced import Arguments, CallFn, ReplicaResults, Results
 from jdist._src.jaxpr.server_partition import UpdateGroup
 from jdist._src.parameter_server.engine import Engine
 from jdist._src.parameter_server.server_array import ServerArray

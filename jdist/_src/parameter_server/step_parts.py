@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.core.tree import PyTree
-from jdist._src.execution.backend import ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import ReplicaFunction
+from jdist._src.execution.traced import ReplicaResults
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.interpreter import Evaluator, nested_equations
 from jdist._src.jaxpr.marks import KEY_MARK, STALENESS_MARK, mark_of

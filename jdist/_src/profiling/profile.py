@@ -16,7 +16,7 @@ from jdist._src.core import trace_annotations
 from jdist._src.core.path_arguments import as_local_path, make_directory
 from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.core.source_lines import caller_frame, levels_to_user
-from jdist._src.execution.program import outside_mesh
+from jdist._src.core.trace_key import outside_mesh
 from jdist._src.profiling.summary import (
     SUMMARY_FILE,
     ProfileSummary,

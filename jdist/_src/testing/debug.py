@@ -12,10 +12,10 @@ import jax
 from jdist._src.core.jax_compat import map_linear_calls
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas, replica_mesh
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, CallFn, Results
+from jdist._src.execution.traced import Arguments, CallFn, ReplicaResults, Results
 from jdist._src.strategies.base import Strategy
 
 
