@@ -87,7 +87,9 @@ class Comparison:
         # No value of the trace is held: `jax.checking_leaks` would report it.
         results, local, retrace = traced.results, traced.jaxpr, traced.retrace
         rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
-        kinds = [(name, [kind_of(item, wrapper)] * len(jax.tree.leaves(tree))) for name, item, wrapper, tree in rows]
+        kinds: list[tuple[str, list[Kind]]] = [
+            (name, [kind_of(item, wrapper)] * len(jax.tree.leaves(tree))) for name, item, wrapper, tree in rows
+        ]
         call, num_state = call.with_arguments(*_shapes(call)), results.num_state
 
         def compare() -> None:
