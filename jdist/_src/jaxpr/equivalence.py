@@ -31,7 +31,10 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
 from jdist._src.jaxpr.marks import call_name
-from jdist._src.jaxpr.relation_rules import POINTWISE, RULES, Step
+from jdist._src.jaxpr.relation_rules.loops import accumulated, with_first_dim, without_first_dim
+from jdist._src.jaxpr.relation_rules.marked_calls import has_usual_operands, marked_call
+from jdist._src.jaxpr.relation_rules.step import Step
+from jdist._src.jaxpr.relation_rules.table import ELEMENTWISE, RULES
 from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split
 
 
@@ -112,7 +115,7 @@ class _Analysis(Interpreter[AnyRelation]):
             for one, other, value in zip(equation.invars, whole.invars, operands, strict=True)
         ]
         primitive = equation.primitive.name
-        if primitive in POINTWISE and all(map(_is_clean, operands)) and self._num_replicas not in _numbers(equation):
+        if primitive in ELEMENTWISE and all(map(_is_clean, operands)) and self._num_replicas not in _numbers(equation):
             return [REPLICATED]  # as in most equations of an optimizer
         if primitive in RULES:
             return self.primitive(jaxpr, equation, operands)
@@ -121,8 +124,8 @@ class _Analysis(Interpreter[AnyRelation]):
         name = call_name(equation)
         step = Step(self, equation, whole, operands)
         # A derivative of a call can have further operands and results: it is entered.
-        if name and call_name(whole) == name and step.has_usual_operands(*name):
-            return [step.checked(result, number) for number, result in enumerate(step.named_call(*name))]
+        if name and call_name(whole) == name and has_usual_operands(step, *name):
+            return [step.checked(result, number) for number, result in enumerate(marked_call(step, *name))]
         return super().evaluate(jaxpr, equation, operands)
 
     def _enter(self, local: Any, whole: Any) -> None:
@@ -192,15 +195,15 @@ class _Analysis(Interpreter[AnyRelation]):
         scans_examples = parts.options["length"] != whole_parts.options["length"]
         if parts.options["reverse"] != whole_parts.options["reverse"]:
             return [step.lost("no rule")] * len(equation.outvars)
-        slices = [step.without_first_dim(x, scans_examples) for x in xs]
+        slices = [without_first_dim(step, x, scans_examples) for x in xs]
         ys: list[AnyRelation] = []
         if scans_examples:
             if not _only_adds(jax_compat.open_jaxpr(parts.body), parts):
                 return [step.lost("no rule")] * len(equation.outvars)
             with self._inside(equation):
                 added, ys = body([ZERO] * len(carry), slices)
-            last = [step.accumulated(start, value) for start, value in zip(carry, added, strict=True)]
-            results = [*last, *(step.with_first_dim(y, True) for y in ys)]
+            last = [accumulated(step, start, value) for start, value in zip(carry, added, strict=True)]
+            results = [*last, *(with_first_dim(step, y, True) for y in ys)]
             return [step.checked(result, number) for number, result in enumerate(results)]
 
         def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
@@ -209,7 +212,7 @@ class _Analysis(Interpreter[AnyRelation]):
             return new_carry
 
         last = fixed_point(iterate, carry, lambda old, new: step.joined([old, new]))
-        results = [*last, *(step.with_first_dim(y, scans_examples) for y in ys)]
+        results = [*last, *(with_first_dim(step, y, scans_examples) for y in ys)]
         return [step.checked(result, number) for number, result in enumerate(results)]
 
     def lost(self, reason: str) -> Lost:
