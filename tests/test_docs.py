@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,7 @@ def _docstrings():
 
 @pytest.mark.parametrize("test", list(_docstrings()), ids=lambda test: test.name)
 def test_docstring_example_runs_and_prints_the_documented_output(test):
+    warnings.simplefilter("error", jdist.NotEquivalentWarning)
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
     assert result.failed == 0
     assert result.attempted > 0

@@ -42,7 +42,9 @@ def run(*command, folder=None, xla_flags=None):
     environment["COLUMNS"] = "200"  # so that lines are not wrapped
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=280)
+    done = subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=280)
+    assert "NotEquivalentWarning" not in done.stderr, done.stderr
+    return done
 
 
 def assert_invalid_arguments(example, wrong):

@@ -36,10 +36,10 @@ class SyncOnRead(DistributedValues):
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> state = strategy.init(lambda: jdist.SyncOnRead(np.float32(0), "sum"))
-        >>> count = strategy.step(lambda seen: (seen + 10 + jdist.replica_id(), None))
-        >>> state, _ = count(state)
+        >>> add = strategy.step(lambda total, x: (total + x.sum(), None))
+        >>> state, _ = add(state, strategy.split(np.arange(4, dtype=np.float32)))
         >>> state, [float(x) for x in state.values], float(state.read())
-        (SyncOnRead(float32[2], SUM), [10.0, 11.0], 21.0)
+        (SyncOnRead(float32[2], SUM), [1.0, 5.0], 6.0)
         >>> [float(x) for x in state.assign(5.0).values]
         [2.5, 2.5]
     """
