@@ -158,7 +158,7 @@ def test_sum_for_mean_warns_once_with_the_factor_the_line_and_the_fix(strategy):
     assert f"all_reduce at {__file__}"[:10] in text
     assert 'jdist.all_reduce("mean", x)' in text
     assert program.proof.not_equivalent == ("state",)
-    assert str(program.proof).endswith("0 of 1 results are what one device computes from the whole batch; not: state")
+    assert str(program.proof).endswith("0 of 1 results are what one device computes from the global batch; not: state")
 
 
 def test_mean_is_proved(strategy):
@@ -166,7 +166,7 @@ def test_mean_is_proved(strategy):
         warnings.simplefilter("error")
         program = called(strategy, averaged)
     assert program.proof.equivalent == ("state",)
-    assert str(program.proof).endswith("1 of 1 results are what one device computes from the whole batch")
+    assert str(program.proof).endswith("1 of 1 results are what one device computes from the global batch")
 
 
 FORMS = {
@@ -236,7 +236,7 @@ def test_state_survives_a_warning_that_is_an_error(strategy):
 
 
 def test_error_is_raised_before_the_step_runs(strategy):
-    with pytest.raises(jdist.NotEquivalentError, match="is not what one device computes from the whole batch"):
+    with pytest.raises(jdist.NotEquivalentError, match="is not what one device computes from the global batch"):
         called(strategy, summed, equivalence="error")
     called(strategy, averaged, equivalence="error")
 
@@ -287,7 +287,7 @@ def test_step_that_needs_the_size_of_a_part_is_unknown(strategy):
 
     (verdict,) = called(strategy, step).proof.equivalence.values()
     assert verdict.name == "unknown"
-    assert verdict.reason.startswith("it cannot be traced with the whole batch: TypeError: ")
+    assert verdict.reason.startswith("it cannot be traced with the global batch: TypeError: ")
 
 
 def test_number_of_replicas_in_a_constant_is_not_called_wrong(strategy):

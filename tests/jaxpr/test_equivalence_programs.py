@@ -1,4 +1,4 @@
-"""Verdicts on the equivalence of random programs are right: the programs run on N replicas, and on one with the whole batch."""
+"""Verdicts on the equivalence of random programs are right: the programs run on N replicas, and on one with the global batch."""
 
 import collections
 import time

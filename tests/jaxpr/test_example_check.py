@@ -112,6 +112,7 @@ def trained(strategy, draw, steps_per_call=None):
         program = strategy.step(step, steps_per_call=steps_per_call)
         if steps_per_call is None:
             program.lower(state, inputs)
+            _ = program.proof.equivalence  # makes the comparison, which warns
         else:
             program(state, inputs)
     return caught

@@ -1,4 +1,4 @@
-"""Steps whose replicas agree, but do not compute what one replica computes with the whole batch; and right forms of them.
+"""Steps whose replicas agree, but do not compute what one replica computes with the global batch; and right forms of them.
 
 Each wrong step is accepted by the replication proof. After two steps on 4 devices its state differs by more than 1e-3 from the
 state on one device; the states of a right step are equal up to 1e-4. One line of a wrong step ends with the comment of a fault:

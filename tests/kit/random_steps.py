@@ -1,7 +1,7 @@
 """Random data-parallel programs from integer seeds, and whether N replicas compute the results of one replica.
 
 `random_program(seed)` returns a `Program`: a function of replicated parameters and of a batch, which runs once per replica on its part of
-the batch, or once with the whole batch, where collectives are the identity. All choices depend on the seed and on symbolic shapes only,
+the batch, or once with the global batch, where collectives are the identity. All choices depend on the seed and on symbolic shapes only,
 so both traces apply the same operations. `Comparison` runs both without devices: replicas are a `jax.vmap` with an axis name.
 """
 
@@ -34,7 +34,7 @@ class Value(NamedTuple):
         array: The traced array.
         dims: Its shape, with names for the sizes that depend on the number of replicas.
         bound: An estimate of its largest absolute value.
-        role: A guess of its relation to the whole batch, which guides the choice of collectives: "param" (a function of the replicated
+        role: A guess of its relation to the global batch, which guides the choice of collectives: "param" (a function of the replicated
             inputs), "rep" (replicated, computed from the batch), "split" along the examples, "sum", "mean", "max" or "min" of the examples
             of a replica, or "other". Values with the first two are certainly replicated.
     """
@@ -108,7 +108,7 @@ class Program(NamedTuple):
         return Sizes(replicas, whole // replicas, self.batch, whole)
 
     def function(self, replicas: int, log: list[str] | None = None) -> Callable[..., tuple[jax.Array, ...]]:
-        """Returns the function that runs on each of `replicas` replicas: `num_replicas`, or one with the whole batch."""
+        """Returns the function that runs on each of `replicas` replicas: `num_replicas`, or one with the global batch."""
         sizes = self.sizes(replicas)
 
         def fn(w, m, s, v, x, y, labels, mask):
@@ -1426,7 +1426,7 @@ def arguments(inputs: Sequence[np.ndarray], replicas: int, sample: int) -> list[
 
 
 class Comparison:
-    """Compares the results of a program on N replicas with those of one replica with the whole batch, in float64.
+    """Compares the results of a program on N replicas with those of one replica with the global batch, in float64.
 
     A result is read as "replicated", as "split" along its first dim, or as the "sum" or the "mean" of the values of the replicas.
     """
@@ -1449,7 +1449,7 @@ class Comparison:
             kind: How the values of the replicas are read.
             samples: The number of inputs.
             seed: The seed of the inputs.
-            regrouped: Whether the examples of the whole batch are ordered so that its micro-batches are those of the replicas.
+            regrouped: Whether the examples of the global batch are ordered so that its micro-batches are those of the replicas.
         """
         key = samples, seed, regrouped
         if key not in self._results:

@@ -20,7 +20,7 @@ class DivergentCollectiveError(ValueError):
 
 
 class NotEquivalentError(ValueError):
-    """A step on several replicas does not compute what one device computes from the whole batch (`equivalence="error"`).
+    """A step on several replicas does not compute what one device computes from the global batch (`equivalence="error"`).
 
     Raised while the step is traced. The message names the leaf of the state, the factor or the reason, the chain of operations
     with source lines, and the fix.
@@ -28,7 +28,7 @@ class NotEquivalentError(ValueError):
 
 
 class NotEquivalentWarning(UserWarning):
-    """A step on several replicas does not compute what one device computes from the whole batch."""
+    """A step on several replicas does not compute what one device computes from the global batch."""
 
 
 class RepeatedSumWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""The equivalence of a step: whether its results on N replicas are those of one device with the whole batch.
+"""The equivalence of a step: whether N replicas compute the results that one device computes from the global batch.
 
 The step is traced once more, as the only replica, with the global batch. `jaxpr.equivalence` compares both traces. This takes
 about as long as the first trace, so it is not a part of it: it is done when JAX compiles the program, which takes longer and
@@ -79,7 +79,7 @@ class Comparison:
     Args:
         traced: The trace.
         call: The call of the user's function.
-        explained: The lines of which the trace gave a more special warning.
+        explained: The lines that a more special warning of the trace names.
         spec: The program.
     """
 
@@ -121,7 +121,7 @@ _waiting: collections.deque[Comparison] = collections.deque(maxlen=_MAX_WAITING)
 
 
 def _compare_when_compiled(comparison: Comparison) -> None:
-    """Makes a comparison after the next compilation, which is that of the program or of the `jax.jit` around it."""
+    """Makes a comparison after the next compilation: JAX compiles the program, or the `jax.jit` around it."""
     _listen()
     _waiting.append(comparison)
 
@@ -132,7 +132,7 @@ def _listen() -> None:
 
 
 def _note_compilation(event: str, duration_secs: float, **metadata: str | int) -> None:
-    if event != _COMPILATION or not _waiting or jax_compat.is_tracing():  # of a constant, while another trace goes on
+    if event != _COMPILATION or not _waiting or jax_compat.is_tracing():  # a constant is compiled during a trace
         return
     comparisons = list(_waiting)
     _waiting.clear()
@@ -184,7 +184,7 @@ def trace_whole(call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, Pr
     try:
         jax.eval_shape(trace_shapes, *shapes)
     except Exception as error:  # the user's function, which may have a fixed size of a batch
-        return Whole(None, f"it cannot be traced with the whole batch: {type(error).__name__}: {one_line(str(error))}")
+        return Whole(None, f"it cannot be traced with the global batch: {type(error).__name__}: {one_line(str(error))}")
     return Whole(programs[0])
 
 
@@ -246,7 +246,7 @@ def _relation(item: Any, leaf: Any, axes: tuple[str, ...], number: int) -> AnyRe
 def _verdicts(
     local: Any, whole: Whole, items: Sequence[Any], kinds: Sequence[tuple[str, list[Kind]]], spec: ProgramSpec
 ) -> dict[str, Verdict]:
-    """Returns the verdict on each result by name: that of its first leaf that is not equivalent. See `leaf_verdicts`.
+    """Returns the verdict on each result by name: the verdict on its first leaf that is not equivalent. See `leaf_verdicts`.
 
     Args:
         local: The closed jaxpr of one replica of several.
@@ -310,7 +310,7 @@ def report(found: Sequence[tuple[str, Verdict]], explained: Sequence[source_line
 
     Args:
         found: The name of each leaf of the state, and the verdict on it.
-        explained: The lines of which a more special warning was given.
+        explained: The lines that a more special warning names.
         spec: The program.
 
     Raises:
@@ -340,7 +340,7 @@ def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: Program
     because = f"\n  Because of\n    {chain}" if chain else ""
     fix = f"\n  {verdict.fix}" if verdict.fix else ""
     return (
-        f"{name} of `{spec.name}` on {number} replicas is not what one device computes from the whole batch{also}: "
+        f"{name} of `{spec.name}` on {number} replicas is not what one device computes from the global batch{also}: "
         f"{verdict.reason}.{because}{fix}\n"
         '  If this is intended: `strategy.step(fn, equivalence="ignore")`.'
     )

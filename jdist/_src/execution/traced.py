@@ -35,7 +35,7 @@ class Proof:
 
     @property
     def equivalence(self) -> Mapping[str, Verdict]:
-        """For each result of a step by name, whether it is what one device computes from the whole batch.
+        """For each result of a step by name, whether it is what one device computes from the global batch.
 
         Empty for one replica, for asynchronous workers, and with `equivalence="ignore"`. A step that is traced and not
         compiled is compared with one device when this is read.
@@ -66,7 +66,7 @@ class Proof:
         text = f"{len(self.replicated)} of {total} results are replicated{others}"
         if not self.equivalence:
             return text
-        text += f"\n{len(self.equivalent)} of {total} results are what one device computes from the whole batch"
+        text += f"\n{len(self.equivalent)} of {total} results are what one device computes from the global batch"
         for kind, names in (("not", self.not_equivalent), ("unknown", self.unknown)):
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
             text += f"; {kind}: {', '.join(names[:3])}{more}" if names else ""

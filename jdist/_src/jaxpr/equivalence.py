@@ -1,21 +1,21 @@
-"""The equivalence analysis: does a function on N replicas compute what the same function computes on one device?
+"""The equivalence analysis: does a function compute the same results on N replicas and on one device?
 
-The function is traced twice: as one replica of N, with its part of the batch, and as the only replica, with the whole batch,
+The function is traced twice: as one replica of N, with its part of the batch, and as the only replica, with the global batch,
 where collectives return their operands. Both jaxprs have the same equations; shapes and numbers that were computed from shapes
-differ. An abstract interpretation (`interpreter`) follows both at once, and computes for each value its `Relation`: how the
+differ. An abstract interpretation (`interpreter`) follows both together, and computes for each value its `Relation`: how the
 value of the one device is computed from the values of the replicas.
 
 * A reduction over the examples of a value that is split over them is a partial sum. Linear equations keep partial sums, `psum`
   ends them, and other equations lose them.
 * A number that differs between the jaxprs, such as the 1/4 and 1/16 of two means, is a factor. So "4 times too large" is exact.
-* Gradients need no rules of their own: they are equations.
+* Gradients are equations, so they need no rule.
 
 A value that is called equal is equal for all inputs of these shapes, up to rounding and up to the order of the examples in
-the batch: where each replica divides its examples into micro-batches, a micro-batch of the one device is made of those of all
-replicas.
+the batch: where each replica divides its examples into micro-batches, a micro-batch of the one device joins the micro-batches
+of all replicas.
 
 Source:
-    The placements "replicate", "shard" and "partial" are those of Y. Xu et al., "GSPMD", arXiv:2105.04663, and of DTensor. Here
+    The placements "replicate", "shard" and "partial" come from Y. Xu et al., "GSPMD", arXiv:2105.04663, and from DTensor. Here
     they are a relation between two programs, computed by abstract interpretation (P. Cousot and R. Cousot, POPL 1977).
 """
 
@@ -43,7 +43,7 @@ def relate(local: Any, whole: Any, inputs: Sequence[AnyRelation], axis_sizes: Ma
 
     Args:
         local: The closed jaxpr of one replica of several.
-        whole: The closed jaxpr of the same function as the only replica, with the whole batch.
+        whole: The closed jaxpr of the same function as the only replica, with the global batch.
         inputs: The relation of each input.
         axis_sizes: The mesh axes of the replicas, from the outermost, and their sizes.
     """
@@ -51,14 +51,14 @@ def relate(local: Any, whole: Any, inputs: Sequence[AnyRelation], axis_sizes: Ma
 
 
 class _Const:
-    """A constant of a closed jaxpr, which has its relation only together with that of the other jaxpr."""
+    """A constant of a closed jaxpr, whose relation depends on the same constant of the other jaxpr."""
 
 
 _CONST: Any = _Const()
 
 
 class _Analysis(Interpreter[AnyRelation]):
-    """Computes the relation of each value. The equations of the jaxpr of one device are found by their position."""
+    """Computes the relation of each value. The equations of the jaxpr of one device have the same positions."""
 
     def __init__(self, axis_sizes: dict[str, int], inputs: Sequence[AnyRelation]):
         self.axis_sizes, self._num_replicas = axis_sizes, math.prod(axis_sizes.values())
@@ -289,7 +289,7 @@ class _Analysis(Interpreter[AnyRelation]):
 
 
 def _is_clean(value: AnyRelation) -> bool:
-    """Whether nothing has to be known of a value but that it is equal."""
+    """Whether a value is equal, and has no other property."""
     return not value.is_lost and value.is_clean  # type: ignore[union-attr]
 
 
@@ -334,7 +334,7 @@ def _aligned(
     Args:
         own: The equations of one replica.
         others: The equations of one device.
-        names: From the variables of one replica to those of one device.
+        names: From the variables of one replica to the variables of one device.
     """
     known = set(map(id, names.values()))
     i = j = 0

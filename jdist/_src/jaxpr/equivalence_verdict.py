@@ -31,7 +31,7 @@ Kind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a result on N replicas is the result on one device with the whole batch.
+    """Whether a result on N replicas is the result on one device with the global batch.
 
     Attributes:
         name: `"equivalent"`, `"not equivalent"` or `"unknown"`.
@@ -262,7 +262,7 @@ _REASONS = {
         "each replica draws other random numbers, and they are not per example",
         "Draw from the key that all replicas share.",
     ),
-    "constant": ("a constant differs between a part of the batch and the whole batch", ""),
+    "constant": ("a constant differs between a part of the batch and the global batch", ""),
     "design": (
         "by design of the policy: the parameters of the replicas differ between the steps that synchronize them",
         "",

@@ -98,8 +98,8 @@ class Relation:
         stack: The mesh axes and the dim along which the values of these axes are stacked, after an `all_gather`. On one device
             the dim has the size of one value. If the axes are partial, the stacked values are partial sums; if they are split,
             each is a part; otherwise they are copies.
-        offset: What is added to the values of a replica with the indices r along mesh axes: `sum(offset[axis] * r[axis])`, one
-            number, or one per element of the last dim. The positions of examples have one.
+        offset: The number that is added to the values of a replica with the indices r along mesh axes: `sum(offset[axis] *
+            r[axis])`, one number, or one per element of the last dim. The positions of examples have one.
         is_index: Whether the value is a multiple of the replica's index, which is 0 on one device.
         is_first: Whether it is a boolean that is true on replica 0 only, and on one device.
         is_key: Whether it is a random key of each replica.
@@ -210,7 +210,7 @@ AnyRelation: TypeAlias = Relation | Lost
 # Reasons for which nothing is known: the value may be equal.
 UNKNOWN_REASONS = {
     "no rule": "there is no rule for an operation",
-    "other program": "with the whole batch the function is another program",
+    "other program": "with the global batch the function is another program",
     "input": "it depends on an input that has one value per replica",
     "extreme": "it depends on the greatest or least value of the examples of a replica",
     "doubt": "a constant may be the number of replicas",

@@ -314,7 +314,7 @@ class Strategy(Uncopied):
                 strategy with one replica can run it, such as `ShardedStrategy`. The batch is the same value as otherwise
                 (`strategy.split`, `distribute_dataset`); every result is a plain array, and none has to be proved.
             equivalence: What to do if the analysis finds a leaf of the new state that is not what one device computes from the
-                whole batch: `"warn"` (`NotEquivalentWarning`), `"error"` (`NotEquivalentError`), or `"ignore"`, with which the
+                global batch: `"warn"` (`NotEquivalentWarning`), `"error"` (`NotEquivalentError`), or `"ignore"`, with which the
                 step is not analyzed.
 
         Returns:
@@ -343,7 +343,7 @@ class Strategy(Uncopied):
             (0.5, 2.5)
             >>> print(descend.proof)
             2 of 2 results are replicated
-            2 of 2 results are what one device computes from the whole batch
+            2 of 2 results are what one device computes from the global batch
         """
         options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view, equivalence)
         if fn is ...:

@@ -212,7 +212,7 @@ def step(
         (-0.25, 2.5)
         >>> print(descend.proof)
         2 of 2 results are replicated
-        2 of 2 results are what one device computes from the whole batch
+        2 of 2 results are what one device computes from the global batch
     """
     options = StepOptions(precision, steps_per_call, donate, compiler_options, static_argnames, view, equivalence)
     if fn is ...:

@@ -1,1 +1,1 @@
-"""The rules of the equivalence analysis: the relation of the results of one equation, from those of its operands."""
+"""The rules of the equivalence analysis: the relation of the results of one equation, from the relations of its operands."""

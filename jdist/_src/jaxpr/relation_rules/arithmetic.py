@@ -19,7 +19,7 @@ def negated(step: Step) -> list[AnyRelation]:
 
 
 def power(step: Step, exponent: float, **known: Any) -> list[AnyRelation]:
-    """A power, of which a factor can be taken out."""
+    """A power: that of a factor is a factor."""
     (value,) = step.operands
     if exponent > 0 and value.is_zero:
         return [value]

@@ -142,7 +142,7 @@ def index(step: Step) -> list[AnyRelation]:
 
 @rule("all_to_all pgather")
 def exchanged(step: Step) -> list[AnyRelation]:
-    """Another collective: over other axes than those of the replicas it moves the elements of one replica."""
+    """Another collective: it exchanges the elements of one replica, if it names no axis of the replicas."""
     named, _ = _named(step)
     if named:
         return step.every(step.lost("exchange"))

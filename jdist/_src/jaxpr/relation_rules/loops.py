@@ -1,4 +1,4 @@
-"""The relations of what a `scan` iterates over, carries and returns."""
+"""The relations of the operands, the carry and the results of a `scan`."""
 
 from jdist._src.jaxpr.relation_rules.step import Step
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Split
@@ -19,7 +19,7 @@ def accumulated(step: Step, start: AnyRelation, added: AnyRelation) -> AnyRelati
 
 
 def without_first_dim(step: Step, value: AnyRelation, scans_examples: bool) -> AnyRelation:
-    """Returns a slice of what a `scan` iterates over."""
+    """Returns a slice of an operand that a `scan` iterates over."""
     if isinstance(value, Lost):
         return value
     first = [split for split in value.splits if split.dim == 0]

@@ -25,9 +25,7 @@ from jdist._src.jaxpr.relations import (
 
 RuleT = TypeVar("RuleT", bound=Callable[["Step"], list[AnyRelation]])
 RULES: dict[str, Callable[["Step"], list[AnyRelation]]] = {}  # by the name of the primitive
-ELEMENTWISE: set[str] = (
-    set()
-)  # primitives of which each element of a result is computed from the same element of the operands
+ELEMENTWISE: set[str] = set()  # primitives that compute each element from the same element of the operands
 
 
 def rule(primitives: str, elementwise: bool = False) -> Callable[[RuleT], RuleT]:
@@ -35,7 +33,7 @@ def rule(primitives: str, elementwise: bool = False) -> Callable[[RuleT], RuleT]
 
     Args:
         primitives: Their names, separated by spaces.
-        elementwise: Whether each element of the result is computed from the same element of the operands.
+        elementwise: Whether the primitive computes each element from the same element of the operands.
     """
 
     def register(fn: RuleT) -> RuleT:
@@ -48,7 +46,7 @@ def rule(primitives: str, elementwise: bool = False) -> Callable[[RuleT], RuleT]
 
 
 class Analysis(Protocol):
-    """What the rules use of the analysis."""
+    """The part of the analysis that the rules use."""
 
     axis_sizes: dict[str, int]
     groups: list[tuple[str, ...]]
