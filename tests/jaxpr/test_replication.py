@@ -614,7 +614,7 @@ def test_probable_mistake_warns_once_where_warnings_are_shown_once():
         warnings.simplefilter("default")
         for _ in range(2):
             strategy.step(sum_of_a_replicated_value)(strategy.init(make_state, jax.random.key(0)), rows(strategy, 4))
-    assert len(warned) == 1
+    assert [one.category for one in warned] == [jdist.RepeatedSumWarning, jdist.NotEquivalentWarning]
 
 
 def test_corpus_has_correct_and_incorrect_programs():

@@ -25,7 +25,6 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, Traced, TraceFn, UserCall
-from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
 from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, Kind, Verdict, verdict_of
@@ -55,12 +54,11 @@ class Equivalence(Stage):
         """See `Stage`. With `equivalence="error"` it compares during the trace, before the program is compiled."""
 
         def trace_to_compare(args: Arguments) -> Traced:
-            spec, num_warnings = self._spec, len(replication.places_of_warnings())
-            traced = trace(args)
+            spec, traced = self._spec, trace(args)
             call = spec.user_call(args)
             if not compares(call, spec):
                 return traced
-            comparison = Comparison(traced, call, replication.places_of_warnings(num_warnings), spec)
+            comparison = Comparison(traced, call, spec)
             # A constant that is a tracer is known only during the trace of the user's `jax.jit`.
             if spec.equivalence == "error" or any(isinstance(const, core.Tracer) for const in traced.jaxpr.consts):
                 comparison()
@@ -79,11 +77,10 @@ class Comparison:
     Args:
         traced: The trace.
         call: The call of the user's function.
-        explained: The lines that a more special warning of the trace names.
         spec: The program.
     """
 
-    def __init__(self, traced: Traced, call: UserCall, explained: Sequence[source_lines.Frame], spec: ProgramSpec):
+    def __init__(self, traced: Traced, call: UserCall, spec: ProgramSpec):
         # No value of the trace is held: `jax.checking_leaks` would report it.
         results, local, retrace = traced.results, traced.jaxpr, traced.retrace
         rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
@@ -97,7 +94,7 @@ class Comparison:
                 whole = trace_whole(call, spec, retrace)
                 items = jax.tree.leaves((call.args, call.kwargs), is_leaf=is_distributed)
                 self._verdicts = _verdicts(local, whole, items, kinds, spec)
-            report(list(self._verdicts.items())[:num_state], explained, spec)
+            _report(list(self._verdicts.items())[:num_state], spec)
 
         self._compare: Callable[[], None] | None = compare
         self._verdicts: dict[str, Verdict] = {}
@@ -305,12 +302,11 @@ def kind_of(item: Any, wrapper: Any) -> Kind:
     return "per replica"
 
 
-def report(found: Sequence[tuple[str, Verdict]], explained: Sequence[source_lines.Frame], spec: ProgramSpec) -> None:
+def _report(found: Sequence[tuple[str, Verdict]], spec: ProgramSpec) -> None:
     """Warns of the leaves of the state that are not equivalent, or raises an error, as `equivalence=` requires.
 
     Args:
         found: The name of each leaf of the state, and the verdict on it.
-        explained: The lines that a more special warning names.
         spec: The program.
 
     Raises:
@@ -322,9 +318,7 @@ def report(found: Sequence[tuple[str, Verdict]], explained: Sequence[source_line
     wrong = [(name, verdict) for name, verdict in found if verdict.name == "not equivalent"]
     if spec.equivalence == "error" and wrong:
         raise NotEquivalentError(_message(wrong, len(found), spec))
-    # Read once per cause: reading a line takes long.
-    places = {id(verdict): verdict.place for _, verdict in wrong} if explained else {}
-    wrong = [(name, one) for name, one in wrong if not one.by_design and places.get(id(one), one) not in explained]
+    wrong = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
     if wrong:
         place = min(wrong, key=lambda pair: pair[1].depth)[1].place
         place = place or source_lines.caller_frame() or source_lines.Frame("<unknown>", 0, spec.name)

@@ -211,18 +211,9 @@ _REPEATED_SUM = (
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}  # the registry of warnings that are shown once per line
 
 
-_places: list[source_lines.Frame] = []  # of all warnings so far, shown or not
-
-
 def warn_once(message: str, category: type[Warning], place: source_lines.Frame) -> None:
     """Warns on a line of the user's code, at most once per line unless the user's filters show warnings more often."""
-    _places.append(place)
     warnings.warn_explicit(message, category, place.file, place.line, registry=_warned)
-
-
-def places_of_warnings(first: int = 0) -> list[source_lines.Frame]:
-    """Returns the line of each call of `warn_once`, from the call with the number `first`."""
-    return _places[first:]
 
 
 def _line_of_sum(equation: Equation, jaxpr: Jaxpr) -> source_lines.Frame | None:
