@@ -217,6 +217,25 @@ def test_placement_reports_devices_in_another_order(four):
     assert only(four, leaf).placement == "split dim 0 over 'replica' (4 parts), the devices in another order"
 
 
+def test_verdicts_of_a_proof_have_a_column(two):
+    def step(state, x):
+        total, mean = jdist.all_reduce("sum", x.mean()), jdist.all_reduce("mean", x.mean())
+        return {"total": total, "mean": mean, "seen": state["seen"] + x.sum()}, None
+
+    program = two.step(step)
+    state = two.init(lambda: {"total": 0.0, "mean": 0.0, "seen": jdist.SyncOnRead(jnp.float32(0), "sum")})
+    state, _ = program(state, two.split(np.ones(4, np.float32)))
+    description = two.describe({**state, "unused": np.float32(0)}, proof=program.proof)
+    assert {leaf.path: leaf.proof for leaf in description.leaves} == {
+        "mean": "replicated, equivalent",
+        "seen": "per replica, equivalent",
+        "total": "replicated, not equivalent",
+        "unused": "",
+    }
+    assert re.search(r"placement +proof +bytes", str(description))
+    assert "proof" not in str(two.describe(state))
+
+
 def test_donated_state_is_described(two):
     state = two.init(lambda: {"w": jnp.zeros(3), "keys": jdist.PerReplica(jax.random.key(0))})
     two.step(lambda state: (jax.tree.map(lambda x: x, state), None))(state)

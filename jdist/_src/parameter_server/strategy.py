@@ -12,6 +12,7 @@ from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh
+from jdist._src.execution.traced import Proof
 from jdist._src.parameter_server.backend import ParameterServerBackend
 from jdist._src.parameter_server.engine import Engine, NonFinite, WorkerProgress
 from jdist._src.parameter_server.event_log import THREADS_VARIABLE, is_replay
@@ -217,9 +218,9 @@ class ParameterServerStrategy(Strategy):
         """See `Strategy.put`. The first step that gets the result moves it to the servers."""
         return super().put(materialize(tree))
 
-    def describe(self, state: PyTree = None, *, max_rows: int = 40) -> Description:
+    def describe(self, state: PyTree = None, *, max_rows: int = 40, proof: Proof | None = None) -> Description:
         """See `Strategy.describe`."""
-        return super().describe(materialize(state), max_rows=max_rows)
+        return super().describe(materialize(state), max_rows=max_rows, proof=proof)
 
     def _num_shards(self, name: str, shape: Any) -> int:
         if self._partitioner is None or not shape.shape:

@@ -37,6 +37,7 @@ from jdist._src.execution.build_programs import (
     step_program,
 )
 from jdist._src.execution.program import Program
+from jdist._src.execution.traced import Proof
 from jdist._src.faults import watchdog
 from jdist._src.replica.context import ReplicaContext, ValueContext, current_context, require_cross_replica_context
 from jdist._src.replica.precision import Precision
@@ -693,12 +694,13 @@ class Strategy(Uncopied):
         """
         return dataset_from_function(fn, epochs, remainder, prefetch, batched, self.replicas)
 
-    def describe(self, state: PyTree = None, *, max_rows: int = 40) -> Description:
+    def describe(self, state: PyTree = None, *, max_rows: int = 40, proof: Proof | None = None) -> Description:
         """Describes the mesh, the devices and the processes, and the placement and size of each leaf of a state.
 
         Args:
             state: A state, or its shapes, for which the placement is the one that this strategy would choose.
             max_rows: The maximum number of rows in the table of the leaves; similar leaves share a row.
+            proof: The proof of a step of this state, `step.proof`: the table has both verdicts on each leaf.
 
         Example:
             >>> strategy = jdist.ShardedStrategy()
@@ -707,7 +709,7 @@ class Strategy(Uncopied):
             ("split dim 0 over 'data' (8 parts)", 128, 16)
         """
         require_cross_replica_context("describe")
-        return describe(type(self).__name__, self._backend, state, max_rows)
+        return describe(type(self).__name__, self._backend, state, max_rows, proof)
 
 
 def _recorded(strategy: Strategy, name: str, collective: Callable[..., PyTree], *arguments: Any) -> PyTree:

@@ -20,6 +20,7 @@ from jdist._src.core.rendering import facts_table, html_of, rows_table, text_of
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.devices.mesh import Replicas, num_replica_devices
 from jdist._src.execution.backend import Backend
+from jdist._src.execution.traced import Proof
 from jdist._src.strategies.mesh_drawing import WIDTH, draw_mesh
 from jdist._src.values.array_checks import is_device_array
 from jdist._src.values.base import is_distributed
@@ -29,8 +30,8 @@ from jdist._src.values.state_sharding import StateLeaf, StateSharding, state_lea
 
 Row: TypeAlias = tuple[str, ...]
 LeafT = TypeVar("LeafT", bound=Any)
-_MAX_WIDTHS = (None, 17, None, 9, 9, 9)  # of the columns
-_HEAD = ("leaf", "array", "placement", "bytes", "bytes per device", "host bytes per device")
+_MAX_WIDTHS = (None, 17, None, 14, 9, 9, 9)  # of the columns
+_HEAD = ("leaf", "array", "placement", "proof", "bytes", "bytes per device", "host bytes per device")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class LeafDescription:
         device_bytes: The bytes that each of `devices` stores in its own memory.
         host_bytes: The bytes that each of `devices` stores in the memory of its host.
         devices: The devices of the strategy that store the leaf.
+        proof: The verdicts on the leaf of the new state, if `describe` got a proof: `replicated, equivalent`.
     """
 
     path: str
@@ -54,6 +56,7 @@ class LeafDescription:
     device_bytes: int = 0
     host_bytes: int = 0
     devices: frozenset[jax.Device] = frozenset()
+    proof: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -108,9 +111,11 @@ class Description:
         drawing = Text(_mesh_drawing(self.replicas), no_wrap=True)
         parts = [facts_table(self.strategy, _facts(self.replicas)), drawing]
         if self.leaves:
-            *rows, total = self._rows()
-            head = _HEAD[: len(total)]
-            parts.append(rows_table(head, rows, footer=total, num_texts=3, max_widths=_MAX_WIDTHS))
+            has_proof = any(leaf.proof for leaf in self.leaves)
+            shown = lambda row: tuple(itertools.compress(row, (1, 1, 1, has_proof, 1, 1, self.host_bytes)))
+            *rows, total = map(shown, self._rows())
+            widths, num_texts = shown(_MAX_WIDTHS), 3 + has_proof
+            parts.append(rows_table(shown(_HEAD), rows, footer=total, num_texts=num_texts, max_widths=widths))
         return Group(*parts, *([Text(self.note)] if self.note else []))
 
     def _repr_html_(self) -> str:
@@ -119,11 +124,12 @@ class Description:
     def _rows(self) -> list[Row]:
         """The table of the leaves; the last row is the total."""
         rows = [_row(path, leaves) for path, leaves in grouped(self.leaves, self.max_rows)]
-        total = ("total", _leaf_count(self.leaves), "", *_sizes(self.leaves))
-        return [row if self.host_bytes else row[:-1] for row in (*rows, total)]
+        return [*rows, ("total", _leaf_count(self.leaves), "", "", *_sizes(self.leaves))]
 
 
-def describe(name: str, backend: Backend, state: PyTree = None, max_rows: int = 40) -> Description:
+def describe(
+    name: str, backend: Backend, state: PyTree = None, max_rows: int = 40, proof: Proof | None = None
+) -> Description:
     """Describes a strategy, and the placement of the leaves of a state.
 
     Args:
@@ -133,6 +139,7 @@ def describe(name: str, backend: Backend, state: PyTree = None, max_rows: int = 
             would place them. Other leaves are allowed.
         max_rows: The maximum number of rows of the table. If a state has more leaves, leaves with the same first keys, or whose
             paths differ in a number, share a row.
+        proof: The proof of a step of this state, `step.proof`.
 
     Raises:
         ValueError: `max_rows` is less than 1; or the strategy could not place a leaf with the shape that is given.
@@ -163,19 +170,30 @@ def describe(name: str, backend: Backend, state: PyTree = None, max_rows: int = 
             check_wrapper("state" + jax.tree_util.keystr(path), item, backend.replicas)
     values, shapes = jax.tree.leaves(state), jax.tree.map(_as_shape, state)
     wrappers = [item if is_distributed(item) else None for _, item in items for _ in jax.tree.leaves(item)]
+    names = ["state" + jax.tree_util.keystr(path) for path, item in items for _ in jax.tree.leaves(item)]
     # A tree with shapes is a complete state, which the strategy would place. A tree of arrays may be a part of one.
     shardings = backend.state_shardings(shapes, any(map(_is_shape, values)))
     devices = frozenset().union(backend.replicas.mesh.devices.flat, *(sharding.device_set for sharding in shardings))
     rules = backend.state_sharding
     leaves, unsplit = [], []
-    for leaf, value, wrapper, sharding in zip(state_leaves(shapes), values, wrappers, shardings, strict=True):
+    rows = zip(state_leaves(shapes), values, wrappers, shardings, names, strict=True)
+    for leaf, value, wrapper, sharding, leaf_name in rows:
         path = "/".join(leaf.path) or "state"
         description = _describe_leaf(path, value, wrapper, sharding, backend.replicas, devices)
+        description = dataclasses.replace(description, proof=_verdicts(proof, leaf_name))
         leaves.append(description)
         if rules and description.devices and not isinstance(wrapper, PerReplica) and _is_unsplit(rules, leaf, sharding):
             unsplit.append(path)
     note = _unsplit_note(rules, unsplit) if rules and unsplit else ""
     return Description(name, backend.replicas, tuple(leaves), tuple(unsplit), note, max_rows)
+
+
+def _verdicts(proof: Proof | None, name: str) -> str:
+    """Returns the verdicts on a result of a step; an empty text if the proof has none."""
+    if proof is None or name not in (*proof.replicated, *proof.per_replica):
+        return ""
+    verdict = proof.equivalence.get(name)
+    return ("replicated" if name in proof.replicated else "per replica") + (f", {verdict.name}" if verdict else "")
 
 
 def _describe_leaf(
@@ -319,7 +337,9 @@ def _row(path: str, leaves: Sequence[LeafDescription]) -> Row:
     count = f" ({len(leaves):,} leaves)" if len(leaves) > 1 else ""
     arrays = list(dict.fromkeys(leaf.dtype_and_shape for leaf in leaves))
     placements = list(dict.fromkeys(leaf.placement for leaf in leaves))
-    return (f"{path or 'state'}{count}", listed(arrays, 3), listed(placements, 3, "; "), *_sizes(leaves))
+    proofs = list(dict.fromkeys(leaf.proof for leaf in leaves))
+    texts = listed(arrays, 3), listed(placements, 3, "; "), listed(proofs, 3, "; ")
+    return (f"{path or 'state'}{count}", *texts, *_sizes(leaves))
 
 
 def _sizes(leaves: Sequence[LeafDescription]) -> Row:
