@@ -111,11 +111,10 @@ class Description:
         drawing = Text(_mesh_drawing(self.replicas), no_wrap=True)
         parts = [facts_table(self.strategy, _facts(self.replicas)), drawing]
         if self.leaves:
-            has_proof = any(leaf.proof for leaf in self.leaves)
-            shown = lambda row: tuple(itertools.compress(row, (1, 1, 1, has_proof, 1, 1, self.host_bytes)))
-            *rows, total = map(shown, self._rows())
-            widths, num_texts = shown(_MAX_WIDTHS), 3 + has_proof
-            parts.append(rows_table(shown(_HEAD), rows, footer=total, num_texts=num_texts, max_widths=widths))
+            *rows, total = self._rows()
+            head, widths = self._shown(_HEAD), self._shown(_MAX_WIDTHS)
+            num_texts = head.index("bytes")
+            parts.append(rows_table(head, rows, footer=total, num_texts=num_texts, max_widths=widths))
         return Group(*parts, *([Text(self.note)] if self.note else []))
 
     def _repr_html_(self) -> str:
@@ -124,7 +123,12 @@ class Description:
     def _rows(self) -> list[Row]:
         """The table of the leaves; the last row is the total."""
         rows = [_row(path, leaves) for path, leaves in grouped(self.leaves, self.max_rows)]
-        return [*rows, ("total", _leaf_count(self.leaves), "", "", *_sizes(self.leaves))]
+        return list(map(self._shown, [*rows, ("total", _leaf_count(self.leaves), "", "", *_sizes(self.leaves))]))
+
+    def _shown(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns a row without the columns that are empty for all leaves."""
+        has_proof = any(leaf.proof for leaf in self.leaves)
+        return tuple(itertools.compress(row, (True, True, True, has_proof, True, True, self.host_bytes)))
 
 
 def describe(
