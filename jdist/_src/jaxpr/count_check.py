@@ -127,7 +127,6 @@ class _CountAnalysis(Interpreter[_Value]):
 
     def __init__(self, axes: frozenset[str], num_replicas: int):
         self._axes, self._num_replicas = axes, num_replicas
-        self._calls: list[Equation] = []  # the calls that contain the current equation
         self.means: dict[tuple[int, ...], tuple[Site | None, Site]] = {}
 
     def constant(self, value: Any) -> _Value:
@@ -153,13 +152,6 @@ class _CountAnalysis(Interpreter[_Value]):
         return [
             self._of_data(equation, operands, var) if result.kind is _Kind.DATA else result for var in equation.outvars
         ]
-
-    def call(self, equation: Equation, body: Function[_Value], operands: list[_Value]) -> list[_Value]:
-        self._calls.append(equation)
-        try:
-            return body(operands)
-        finally:
-            self._calls.pop()
 
     def switch(
         self, equation: Equation, index: _Value, branches: Sequence[Function[_Value]], operands: Sequence[_Value]
@@ -195,8 +187,8 @@ class _CountAnalysis(Interpreter[_Value]):
 
     def _record_mean(self, equation: Equation, operand: _Value, kind: _Kind) -> None:
         division = operand.division if operand.kind is kind else None
-        key = (id(equation), *map(id, self._calls))
-        self.means[key] = division, Site(equation, tuple(self._calls))
+        key = (id(equation), *map(id, self.calls))
+        self.means[key] = division, Site(equation, tuple(self.calls))
 
     def _look_for_mean(self, equation: Equation, operands: Sequence[_Value]) -> None:
         """Records a sum of ratios that is divided by the number of replicas, as `lax.pmean` does."""
@@ -258,7 +250,7 @@ class _CountAnalysis(Interpreter[_Value]):
         return None
 
     def _ratio(self, equation: Equation) -> _Value:
-        return _Value(_Kind.RATIO, division=Site(equation, tuple(self._calls)))
+        return _Value(_Kind.RATIO, division=Site(equation, tuple(self.calls)))
 
 
 def _line(division: Site) -> source_lines.Frame | None:

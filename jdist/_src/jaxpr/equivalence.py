@@ -19,7 +19,6 @@ Source:
     they are a relation between two programs, computed by abstract interpretation (P. Cousot and R. Cousot, POPL 1977).
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,7 +63,6 @@ class _Analysis(Interpreter[AnyRelation]):
         self.axis_sizes, self._num_replicas = axis_sizes, math.prod(axis_sizes.values())
         groups = {split.axes for value in inputs if isinstance(value, Relation) for split in value.splits}
         self.groups = sorted(groups or {tuple(axis_sizes)})
-        self._calls: list[Equation] = []
         self._whole_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
         self._pairs: dict[int, Equation] = {}  # of the current jaxpr, by the `id` of an equation
         self._consts: dict[int, Sequence[Any]] = {}
@@ -142,13 +140,6 @@ class _Analysis(Interpreter[AnyRelation]):
         results = RULES.get(name, Step.other)(step)
         return [step.checked(result, number) for number, result in enumerate(results)]
 
-    def call(self, equation: Equation, body: Function[AnyRelation], operands: list[AnyRelation]) -> list[AnyRelation]:
-        self._calls.append(equation)
-        try:
-            return body(operands)
-        finally:
-            self._calls.pop()
-
     def switch(
         self,
         equation: Equation,
@@ -160,7 +151,7 @@ class _Analysis(Interpreter[AnyRelation]):
         predicate = step.predicate(index)
         if predicate.is_lost:
             return [predicate] * len(equation.outvars)
-        with self._inside(equation):
+        with self.inside(equation):
             results = [branch(operands) for branch in branches]
         return [step.checked(step.joined(values), i) for i, values in enumerate(zip(*results, strict=True))]
 
@@ -174,7 +165,7 @@ class _Analysis(Interpreter[AnyRelation]):
         step = Step(self, equation, self._pairs[id(equation)], list(carry))
 
         def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
-            with self._inside(equation):
+            with self.inside(equation):
                 predicate = step.predicate(test(carry))
                 if predicate.is_lost:
                     return [predicate] * len(carry)
@@ -200,14 +191,14 @@ class _Analysis(Interpreter[AnyRelation]):
         if scans_examples:
             if not _only_adds(jax_compat.open_jaxpr(parts.body), parts):
                 return [step.lost("no rule")] * len(equation.outvars)
-            with self._inside(equation):
+            with self.inside(equation):
                 added, ys = body([ZERO] * len(carry), slices)
             last = [accumulated(step, start, value) for start, value in zip(carry, added, strict=True)]
             results = [*last, *(with_first_dim(step, y, True) for y in ys)]
             return [step.checked(result, number) for number, result in enumerate(results)]
 
         def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
-            with self._inside(equation):
+            with self.inside(equation):
                 new_carry, ys[:] = body(carry, slices)
             return new_carry
 
@@ -219,15 +210,7 @@ class _Analysis(Interpreter[AnyRelation]):
         return Lost(reason)
 
     def site(self, equation: Equation) -> Site:
-        return Site(equation, tuple(self._calls))
-
-    @contextlib.contextmanager
-    def _inside(self, equation: Equation) -> Iterator[None]:
-        self._calls.append(equation)
-        try:
-            yield
-        finally:
-            self._calls.pop()
+        return Site(equation, tuple(self.calls))
 
     def _literal(self, one: Any, other: Any) -> AnyRelation:
         if not isinstance(other, Literal):

@@ -111,7 +111,6 @@ class _ExampleAnalysis(Interpreter[_Labels]):
 
     def __init__(self, axes: frozenset[str]):
         self._axes = axes
-        self._calls: list[Equation] = []  # the calls that contain the current equation
         self.shared_draw: tuple[source_lines.Frame, source_lines.Frame] | None = None
         self.clipped: source_lines.Frame | None = None
 
@@ -126,18 +125,11 @@ class _ExampleAnalysis(Interpreter[_Labels]):
             return [self._reduced(equation, i, value) for i, value in enumerate(operands)]
         result = self._joined(equation, operands)
         if name in RANDOM_BITS and not result.axes:
-            place = source_lines.call_frame(equation, self._calls)
+            place = source_lines.call_frame(equation, self.calls)
             return [dataclasses.replace(result, dims=_all_dims(var), place=place) for var in equation.outvars]
         if mark_of(equation) == GRADIENT_MARK:
             return [dataclasses.replace(operands[0], is_reduced=True)]
         return [dataclasses.replace(result, dims=dims) for dims in self._result_dims(equation, operands)]
-
-    def call(self, equation: Equation, body: Function[_Labels], operands: list[_Labels]) -> list[_Labels]:
-        self._calls.append(equation)
-        try:
-            return body(operands)
-        finally:
-            self._calls.pop()
 
     def switch(
         self,
@@ -206,7 +198,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
             drawn = [(value, dims) for value, dims in pairs if not value.axes]
             shared = next((value.place for value, dims in drawn if dims & examples), None)
             if shared and not self.shared_draw and equation.primitive.name != "sort":  # shuffling examples is harmless
-                self.shared_draw = shared, source_lines.call_frame(equation, self._calls) or shared
+                self.shared_draw = shared, source_lines.call_frame(equation, self.calls) or shared
             results.append(examples if varies else NO_DIMS.union(*mapped))
         return results
 

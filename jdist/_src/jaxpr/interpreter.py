@@ -1,8 +1,8 @@
 """Interprets jaxprs: the rules of calls, `cond`, `while` and `scan`, once for every analysis and rewrite.
 
 An `Interpreter` runs a jaxpr equation by equation over the values of a domain. It unpacks the control-flow equations and
-passes their jaxprs as functions, in the form of `jax.lax`: a subclass defines `call`, `switch`, `while_loop` and `scan`
-for its domain, and `primitive` for all other equations. The domains are
+passes their jaxprs as functions, in the form of `jax.lax`: a subclass defines `switch`, `while_loop` and `scan` for its
+domain, and `primitive` for all other equations. The domains are
 
 * causes of variation between replicas (`replication`): a loop is followed to a fixed point, a branch joins all branches;
 * arrays, while the jaxpr is traced anew (`Evaluator`): collectives over a size-one axis are removed (`single_replica`), calls
@@ -12,6 +12,8 @@ for its domain, and `primitive` for all other equations. The domains are
 """
 
 import abc
+import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -31,6 +33,20 @@ ScanFunction: TypeAlias = Callable[[Sequence[V], Sequence[V]], tuple[list[V], li
 
 class Interpreter(abc.ABC, Generic[V]):
     """Runs jaxprs over the values of a domain."""
+
+    @functools.cached_property
+    def calls(self) -> list[Equation]:
+        """The calls that contain the current equation, from the outermost."""
+        return []
+
+    @contextlib.contextmanager
+    def inside(self, equation: Equation) -> Iterator[None]:
+        """Adds an equation to `calls` while its jaxpr is run."""
+        self.calls.append(equation)
+        try:
+            yield
+        finally:
+            self.calls.pop()
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[V], arguments: Sequence[V]) -> list[V]:
         """Returns the values of the outputs of `jaxpr`."""
@@ -62,9 +78,10 @@ class Interpreter(abc.ABC, Generic[V]):
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[V]) -> list[V]:
         """Returns the results of an equation of `jaxpr` without control flow, or that `enters` excludes."""
 
-    @abc.abstractmethod
     def call(self, equation: Equation, body: Function[V], operands: list[V]) -> list[V]:
         """Returns the results of an equation that runs `body` once."""
+        with self.inside(equation):
+            return body(operands)
 
     @abc.abstractmethod
     def switch(self, equation: Equation, index: V, branches: Sequence[Function[V]], operands: Sequence[V]) -> list[V]:

@@ -93,9 +93,6 @@ class _Numpy(Interpreter[Any]):
         ]
         return list(map(_wide, jax_compat.evaluate_equation(jaxpr, equation, arrays)))
 
-    def call(self, equation: Any, body: Callable[..., Any], operands: list[Any]) -> list[Any]:
-        return body(operands)
-
     def switch(self, equation: Any, index: Any, branches: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         return branches[min(max(int(index), 0), len(branches) - 1)](operands)
 

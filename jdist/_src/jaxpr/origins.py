@@ -75,9 +75,6 @@ class _Analysis(Interpreter[Origins]):
         self.found[number] = Origin(equation, before | joined, replicates)
         return [frozenset({number})] * len(equation.outvars)
 
-    def call(self, equation: Equation, body: Function[Origins], operands: list[Origins]) -> list[Origins]:
-        return body(operands)
-
     def switch(
         self,
         equation: Equation,
