@@ -40,7 +40,7 @@ _COMPILATION = "/jax/core/compile/backend_compile_duration"  # the event after a
 _MAX_WAITING = 32  # programs that were traced and may still be compiled
 
 
-class Equivalence(Stage):
+class EquivalenceCheck(Stage):
     """Compares each trace of a step with the step on one device.
 
     Args:

@@ -5,7 +5,7 @@ from jdist._src.execution.annotation_stage import ShardingAnnotations
 from jdist._src.execution.argument_stages import ArgumentErrors, HostValues
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.cpu_stages import DonatedMemory, OneAtATime
-from jdist._src.execution.equivalence import Equivalence
+from jdist._src.execution.equivalence import EquivalenceCheck
 from jdist._src.execution.host_calls import HostCalls
 from jdist._src.execution.multi_step import RepeatedSteps, StackedSteps, StepLoop
 from jdist._src.execution.nn_module_stage import Modules
@@ -43,7 +43,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
         processes,
         DonatedMemory() if is_bounded(mesh) and spec.donates else None,
         OneAtATime() if is_bounded(mesh) else None,  # nothing is donated before the wait for the previous call
-        Equivalence(spec) if spec.equivalence != "ignore" else None,  # last: it sees the trace as it is
+        EquivalenceCheck(spec) if spec.equivalence != "ignore" else None,  # last: it sees the trace as it is
     ]
     present = [stage for stage in stages if stage is not None]
     if loop:
