@@ -260,7 +260,7 @@ def _verdicts(
 def leaf_verdicts(
     local: Any, whole: Whole, items: Sequence[Any], kinds: Sequence[Kind], spec: ProgramSpec
 ) -> list[Verdict]:
-    """Returns the verdict on each leaf of the results. See `verdicts`.
+    """Returns the verdict on each leaf of the results, from the traces of a step on several replicas and on one.
 
     Args:
         local: The closed jaxpr of one replica of several.
