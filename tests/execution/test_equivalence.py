@@ -5,6 +5,7 @@ The steps of the corpora (`equivalence_cases`, `ported_programs`) are traced on 
 
 import collections
 import inspect
+import tracemalloc
 import warnings
 
 import chex
@@ -435,3 +436,16 @@ def test_batch_norm_of_a_trainer_without_an_axis_warns_on_its_line():
     found = [one for one in caught if one.category is jdist.NotEquivalentWarning]
     assert {(one.filename, one.lineno) for one in found} == {(__file__, line)}
     assert '`BatchNorm(..., axis_name="replica")`' in str(found[0].message)
+
+
+def test_large_step_is_compared_without_arrays():
+    """Random inputs are not evaluated for it, and not drawn either: a state can be larger than the memory of the host."""
+    strategy, rows = STRATEGIES["mirrored_2"](), jax.ShapeDtypeStruct((2, 1, 2**25), np.float32)
+    program = strategy.step(lambda w, x: (w - jdist.all_reduce("sum", x[0]), None))
+    program.lower(jax.ShapeDtypeStruct((2**25,), np.float32), jdist.PerReplica(rows))
+    tracemalloc.start()
+    try:
+        assert program.proof.equivalence
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()

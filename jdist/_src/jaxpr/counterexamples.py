@@ -17,7 +17,7 @@ from jax import lax
 from jdist._src.core import jax_compat
 from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict
 from jdist._src.jaxpr.interpreter import Evaluator, all_equations
-from jdist._src.jaxpr.numpy_evaluation import evaluate
+from jdist._src.jaxpr.numpy_evaluation import TooLargeError, evaluate
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split
 
 _MAX_OPERATIONS = 5e7  # about a second
@@ -94,6 +94,9 @@ class _Evidence:
             raise ValueError("a program that calls functions of the host is not evaluated")
         if any(isinstance(value, Lost) for value in inputs):
             raise ValueError("an input without a value on one device")
+        given = [*programs[0].invars, *programs[0].constvars]
+        if math.prod(axis_sizes.values()) * sum(math.prod(jax_compat.shape_of(var)) for var in given) > _MAX_OPERATIONS:
+            raise TooLargeError("its inputs do not fit the limit")
         self._whole, self._reads = programs[1], reads
         self._inputs: Any = inputs
         self._sizes = dict(axis_sizes)
