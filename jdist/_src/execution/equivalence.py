@@ -152,7 +152,7 @@ class Whole(NamedTuple):
 def compares(call: UserCall, spec: ProgramSpec) -> bool:
     """Whether a call is compared with one replica: of a step of several replicas that run together, with values that differ."""
     is_synchronous = spec.context.num_replicas_in_sync > 1 and not spec.context.is_asynchronous
-    if not spec.has_state or not is_synchronous or spec.is_global:
+    if not is_synchronous or spec.is_global:
         return False
     items = jax.tree.leaves((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     return any(is_distributed(item) and not item._is_replicated for item in items)

@@ -130,9 +130,7 @@ def multiplied(step: Step) -> list[AnyRelation]:
         )
         return [step.lost("no rule") if is_weighted else lost]  # the mean of a replica, times its count
     first, second = step.operands
-    if first.is_index or second.is_index:
-        return [_multiple_of_index(step)]
-    if first.offset or second.offset:
+    if any(value.offset or value.is_index for value in step.operands):
         return [_multiple_of_positions(step)]
     result = _noted(step, product(step, first, second))
     if isinstance(result, Lost):
@@ -141,23 +139,14 @@ def multiplied(step: Step) -> list[AnyRelation]:
     return [result.replace(is_nonnegative=nonnegative)]
 
 
-def _multiple_of_index(step: Step) -> AnyRelation:
-    """Returns a multiple of the index, which is 0 on one device."""
-    for i, value in enumerate(step.operands):
-        if value.is_index and isinstance(step.equation.invars[1 - i], Literal):
-            factor = number_of(step.equation.invars[1 - i])
-            offset = tuple((axis, tuple(x * factor for x in numbers)) for axis, numbers in value.offset)
-            return value.replace(offset=offset, is_nonnegative=value.is_nonnegative and factor > 0)
-    return step.lost("index")
-
-
 def _multiple_of_positions(step: Step) -> AnyRelation:
-    for i, value in enumerate(step.operands):
-        other = step.operands[1 - i]
-        if value.offset and isinstance(step.equation.invars[1 - i], Literal) and other.factor == 1:
-            factor = number_of(step.equation.invars[1 - i])
+    """Returns a multiple of positions, or of the index, which is 0 on one device and so allows any factor."""
+    for value, other, atom in zip(step.operands, step.operands[::-1], step.equation.invars[::-1], strict=True):
+        if isinstance(atom, Literal) and (value.is_index or value.offset and other.factor == 1):
+            factor = number_of(atom)
             offset = tuple((axis, tuple(x * factor for x in numbers)) for axis, numbers in value.offset)
-            return value.replace(offset=offset, is_nonnegative=False)
+            is_nonnegative = value.is_index and value.is_nonnegative and factor > 0
+            return value.replace(offset=offset, is_nonnegative=is_nonnegative)
     return step.lost("index")
 
 

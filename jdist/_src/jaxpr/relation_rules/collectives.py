@@ -44,11 +44,14 @@ def summed_over(step: Step, value: Relation, named: frozenset[str]) -> AnyRelati
     return value.replace(partial=value.partial - named, factor=factor, origin=step.cause(value))
 
 
-def _all_extreme(step: Step, name: str) -> list[AnyRelation]:
+@rule("pmax pmin")
+def all_extreme(step: Step) -> list[AnyRelation]:
+    """`pmax` and `pmin`."""
     named, is_unusual = _named(step)
     if is_unusual:
         return step.every(step.lost("no rule"))
-    return [extreme_over(step, value, named, name) for value in step.operands]
+    kind = step.equation.primitive.name.removeprefix("p")
+    return [extreme_over(step, value, named, kind) for value in step.operands]
 
 
 def extreme_over(step: Step, value: Relation, named: frozenset[str], name: str) -> AnyRelation:
@@ -67,16 +70,6 @@ def extreme_over(step: Step, value: Relation, named: frozenset[str], name: str) 
     if kind != name:
         return step.lost("extreme", value)
     return value.replace(extreme=(kind, axes - named) if axes - named else None)
-
-
-@rule("pmax")
-def all_maximum(step: Step) -> list[AnyRelation]:
-    return _all_extreme(step, "max")
-
-
-@rule("pmin")
-def all_minimum(step: Step) -> list[AnyRelation]:
-    return _all_extreme(step, "min")
 
 
 @rule("all_gather all_gather_invariant")

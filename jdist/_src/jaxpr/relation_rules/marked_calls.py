@@ -1,7 +1,5 @@
 """Rules for calls of jdist whose results are known (`marks`)."""
 
-import math
-
 from jdist._src.jaxpr.marks import APPROXIMATE_CALL, FINITE_CALL, GUARD_CALL
 from jdist._src.jaxpr.relation_rules.collectives import extreme_over, summed_over
 from jdist._src.jaxpr.relation_rules.step import Step
@@ -51,12 +49,11 @@ def _all_finite(step: Step) -> AnyRelation:
 def _approximate_means(step: Step, number: int, policy: str) -> list[AnyRelation]:
     """Returns means that a policy rounds, followed by the part that a replica has not sent, and by the policy's state."""
     named = frozenset(step.analysis.axis_sizes)
-    replicas = math.prod(step.analysis.axis_sizes.values())
     means: list[AnyRelation] = []
     for value in step.operands[:number]:
         total = step.lost_again(value) if isinstance(value, Lost) else summed_over(step, value, named)
         if isinstance(total, Relation):
-            total = total.replace(factor=total.factor * replicas, approximate=policy)
+            total = total.replace(factor=total.factor * step.num_replicas, approximate=policy)
         means.append(total)
     lost = next((step.lost_again(value) for value in step.operands if isinstance(value, Lost)), None)
     residual = lost or Relation(partial=named, approximate=policy)

@@ -45,35 +45,27 @@ def summed(step: Step) -> list[AnyRelation]:
     ]
 
 
-def _extreme(step: Step, name: str) -> list[AnyRelation]:
+@rule("reduce_max reduce_or reduce_min reduce_and")
+def extreme(step: Step) -> list[AnyRelation]:
     """A maximum or a minimum over dims."""
     (value,) = step.operands
+    kind = "max" if step.equation.primitive.name in ("reduce_max", "reduce_or") else "min"
     axes = step.params["axes"]
     if value.partial:
         return [step.lost("partial", value)]
     if value.is_special or value.is_index or value.factor <= 0 or value.stack:
         return [step.lost("no rule")]
-    if value.extreme and value.extreme[0] != name:
+    if value.extreme and value.extreme[0] != kind:
         return [step.lost("extreme")]
     removed = frozenset(axis for split in value.splits if split.dim in axes for axis in split.axes)
     over = removed | (value.extreme[1] if value.extreme else frozenset())
     return [
         value.replace(
             splits=_without_dims(value.splits, axes),
-            extreme=(name, over) if over else None,
+            extreme=(kind, over) if over else None,
             origin=step.cause(value) if removed else value.origin,
         )
     ]
-
-
-@rule("reduce_max reduce_or")
-def maximum(step: Step) -> list[AnyRelation]:
-    return _extreme(step, "max")
-
-
-@rule("reduce_min reduce_and")
-def minimum(step: Step) -> list[AnyRelation]:
-    return _extreme(step, "min")
 
 
 @rule("reduce_prod argmax argmin reduce_xor")

@@ -62,7 +62,7 @@ def broadcast(step: Step) -> list[AnyRelation]:
 def _unknown_broadcast(step: Step, value: Relation) -> Lost:
     """A value for each pair of examples is formed in each replica alone."""
     local, whole = step.result_shape(), step.whole_result_shape()
-    number = math.prod(step.analysis.axis_sizes.values())
+    number = step.num_replicas
     return step.lost(
         "pairs" if sum(w == n * number for n, w in zip(local, whole, strict=True)) > 1 else "no rule", value
     )
