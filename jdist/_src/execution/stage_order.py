@@ -43,9 +43,8 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
         processes,
         DonatedMemory() if is_bounded(mesh) and spec.donates else None,
         OneAtATime() if is_bounded(mesh) else None,  # nothing is donated before the wait for the previous call
-        EquivalenceCheck(spec)
-        if spec.has_state and spec.equivalence != "ignore"
-        else None,  # last: it sees the trace as it is
+        # Last: it sees the trace as it is.
+        EquivalenceCheck(spec) if spec.has_state and spec.equivalence != "ignore" else None,
     ]
     present = [stage for stage in stages if stage is not None]
     if loop:
