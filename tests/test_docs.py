@@ -72,6 +72,30 @@ def test_page_runs_in_a_fresh_interpreter_on_one_device(page, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# Pages whose examples have no prompts, so that they can be copied from anywhere; `print(...)  # text` states the output.
+PASTED = [page for page in PAGES if page.stem == "README"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PASTED, ids=lambda page: page.stem)
+def test_examples_run_as_pasted_and_print_the_stated_output(page, tmp_path):
+    program = "\n".join(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in {"JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"}}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
+    assert printed and done.stdout.splitlines() == printed
+
+
+def test_badges_equal_the_output_of_their_script():
+    badges = runpy.run_path(str(ROOT / "docs/badges.py"))["badges"]()
+    assert {path.stem: path.read_text() for path in (ROOT / "docs/badges").glob("*.svg")} == badges
+
+
 def test_pictures_equal_the_output_of_their_script():
     drawing = runpy.run_path(str(ROOT / "docs/pictures.py"))
     for draw in drawing["PICTURES"]:
