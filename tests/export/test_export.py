@@ -204,7 +204,7 @@ def test_loaded_function_is_trained_under_every_strategy(name, exported):
 
 
 @pytest.mark.parametrize("name", RUNS_ON)
-def test_state_is_exported_as_read_under_every_strategy(name, tmp_path):
+def test_sv8_state_is_exported_as_read_under_every_strategy(name, tmp_path):
     strategy = RUNS_ON[name]()
     n = strategy.num_replicas_in_sync
     state = strategy.put(

@@ -154,7 +154,7 @@ def assert_same_numbers(tree, other):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
 
 
-def test_state_of_any_strategy_is_saved_as_read_and_loaded_into_its_wrappers(strategy, tmp_path):
+def test_sv10_state_of_any_strategy_is_saved_as_read_and_loaded_into_its_wrappers(strategy, tmp_path):
     state = state_of(strategy)
     weights.save(tmp_path / "w", state)
     plain = weights.load(tmp_path / "w")

@@ -83,7 +83,7 @@ def assert_close(tree, other, rtol=2e-5, atol=1e-6):
 
 @pytest.mark.parametrize("partitioner", [two_rows, pytest.param(None, marks=pytest.mark.slow)], ids=["split", "whole"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_without_staleness_it_equals_one_device(name, partitioner):
+def test_ps16_without_staleness_it_equals_one_device(name, partitioner):
     expected = train(jdist.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
     strategy = jdist.ParameterServerStrategy(workers=2, servers=2, max_staleness=0, variable_partitioner=partitioner)
     results = train(strategy, OPTIMIZERS[name])
@@ -282,7 +282,7 @@ def test_several_steps_per_call():
     assert float(total) == 3 and outputs.tolist() == [0, 2, 4]
 
 
-def test_run_reduce_gather_and_local_results_read_the_state_rows_ps18_ps19_ps20():
+def test_run_reduce_gather_and_local_results_read_the_state_row_ps18():
     strategy = jdist.ParameterServerStrategy(workers=2)
 
     @strategy.step
@@ -300,6 +300,19 @@ def test_run_reduce_gather_and_local_results_read_the_state_rows_ps18_ps19_ps20(
     assert strategy.local_results(state)[0].tolist() == [3, 3]
     assert strategy.describe(state).bytes == 8 and strategy.put(state).tolist() == [3, 3]
     assert rows.tolist() == [2, 2]
+
+
+def test_sum_over_the_replica_of_a_call_rows_ps19_ps20():
+    strategy = jdist.ParameterServerStrategy(workers=2)
+
+    def both(v, x):
+        return jdist.all_reduce("sum", (x + v, x - v)), jdist.all_reduce("sum", jdist.replica_id() + 1)
+
+    (total, difference), numbers = strategy.run(both, (strategy.put(1.0), 3.0))
+    replicas = strategy.num_replicas_in_sync
+    assert (float(total), float(difference)) == (4 * replicas, 2 * replicas)
+    assert int(numbers) == sum(range(1, replicas + 1))
+    assert float(strategy.reduce("sum", strategy.run(lambda v: 3.0 + v, (strategy.put(1.0),)), axis=None)) == 4
 
 
 def test_checkpoint_restores_under_other_strategies_and_back(tmp_path):

@@ -91,7 +91,7 @@ def test_ga12_host_value_is_unchanged_and_a_tree_is_gathered_leaf_by_leaf(two):
     chex.assert_trees_all_equal(gathered, {"a": np.int32([1, 2, 3, 4]), "b": [np.int32([5, 6]), host]})
 
 
-def test_ga13_uneven_rows_are_padded_to_be_gathered_in_a_replica_function(two):
+def test_ga13_ga15_uneven_rows_are_padded_to_be_gathered_in_a_replica_function(two):
     rows, weights = _per_replica(two, [1, 2, 3], [4]).padded()
     gather = lambda x, w: jdist.all_gather({"a": x, "b": 2 * x, "weights": w}, 0)
     for gathered in two.local_results(two.run(gather, (rows, weights))):

@@ -6,7 +6,7 @@ import pytest
 
 import jdist
 
-from laws import each_row
+from laws import STRATEGIES, each_row
 
 
 def _per_replica(strategy, *values):
@@ -20,6 +20,7 @@ RESULTS = {
     "rd18_sum": ("SUM", NUMBERS, None, 3.0),
     "rd18_mean": ("mean", NUMBERS, None, 1.5),
     "rd18_mean_in_capitals": ("MEAN", NUMBERS, None, 1.5),
+    "rd19_max": ("MAX", NUMBERS, None, 2.0),
     "rd5_rd35_sum_of_uneven_rows": ("sum", UNEVEN, 0, 10.0),
     "rd6_rd35_mean_over_elements": ("mean", UNEVEN, 0, 2.5),
     "rd7_mean_without_rows_on_a_replica": ("mean", ([1.0, 2.0, 3.0], []), 0, 2.0),
@@ -135,8 +136,17 @@ def test_rd30_default_strategy_sums_over_the_dimension():
     assert float(jdist.get_strategy().reduce("sum", jnp.float32([1, 2]), axis=0)) == 3.0
 
 
-def test_rd31_sum_under_central_storage():
-    central = jdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=jdist.ReductionToOneDevice())
+CENTRAL = {
+    "central_storage": STRATEGIES["central_2"],
+    "one_device_reduces": lambda: jdist.MirroredStrategy(
+        ["cpu:0", "cpu:1"], cross_device_ops=jdist.ReductionToOneDevice()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", CENTRAL.values(), ids=CENTRAL)
+def test_rd31_sum_under_central_storage(make):
+    central = make()
     value = _per_replica(central, 1.0, 2.0)
     assert float(central.reduce("sum", value, axis=None)) == 3.0
     assert float(central.run(lambda x: jdist.all_reduce("sum", x), (value,))) == 3.0

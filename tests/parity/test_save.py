@@ -86,7 +86,7 @@ PARTS = {"one_device": [[0.0, 1.0, 2.0, 3.0]], "mirrored_2": [[0.0, 1.0], [2.0, 
 
 
 @pytest.mark.parametrize("name, parts", PARTS.items(), ids=PARTS)
-def test_sv11_value_sharded_over_four_devices_is_restored_over_fewer(name, parts, four, through_checkpoint):
+def test_sv11_sv13_value_sharded_over_four_devices_is_restored_over_fewer(name, parts, four, through_checkpoint):
     saved = _sharded(four, [0, 1, 2, 3])
     assert _components(saved) == [[0.0], [1.0], [2.0], [3.0]]
     like = _sharded(STRATEGIES[name](), [0, 0, 0, 0])

@@ -205,6 +205,12 @@ def test_va21_sync_on_read_value_on_one_device_is_a_single_value(aggregation):
     assert float(_written(strategy, value, lambda old, number: old + 2).read()) == 3.0
 
 
+def test_va21_sync_on_read_value_under_central_storage_is_one_per_replica():
+    strategy = STRATEGIES["central_2"]()
+    written = _written(strategy, _made(strategy, 1.0, "on_read", "sum"), lambda old, number: number + 1)
+    assert (_components(written), float(written.read())) == ([1.0, 2.0], 3.0)
+
+
 AGGREGATED = {"sum": 3.0, "mean": 1.5, "only_first_replica": 1.0}
 
 

@@ -106,7 +106,7 @@ OPERATIONS = {
 
 @every_wrapper
 @each_row("operation, name", OPERATIONS.values(), ids=OPERATIONS)
-def test_operation_of_a_wrapper_is_refused_with_the_fix(operation, name, make):
+def test_ru17_operation_of_a_wrapper_is_refused_with_the_fix(operation, name, make):
     value = make()
     says = rf"{name} is not defined for {re.escape(repr(value))}, .*`strategy\.run.*`\.values`"
     with pytest.raises(TypeError, match=says):
