@@ -306,6 +306,7 @@ def test_sum_over_the_replica_of_a_call_rows_ps19_ps20():
     strategy = jdist.ParameterServerStrategy(workers=2)
 
     def both(v, x):
+        x = x + 0 * jdist.replica_id()
         return jdist.all_reduce("sum", (x + v, x - v)), jdist.all_reduce("sum", jdist.replica_id() + 1)
 
     (total, difference), numbers = strategy.run(both, (strategy.put(1.0), 3.0))
