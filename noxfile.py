@@ -68,7 +68,8 @@ def libraries(session: nox.Session) -> None:
     """Tests that need the real TensorFlow, torch, Hugging Face, Kubernetes, Ray, S3, or the compiler of JAX for GPUs."""
     others = ("datasets", "moto[server]", "ray[train]", "tensorflow-cpu", "torch", "torchdata", "jax-cuda13-plugin")
     session.install(*CONSTRAINTS, "-e", ".[test,kubernetes,ray,s3]", *others)
-    session.run("python", "-m", "pytest", "-k", "test_s3 or source_adapters or kubernetes or test_ray or gpu_compile")
+    names = "test_s3 or source_adapters or kubernetes or test_ray or gpu_compile or from_pytorch"
+    session.run("python", "-m", "pytest", "-k", names)
 
 
 @nox.session(python=OLDEST, default=False)
