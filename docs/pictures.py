@@ -8,6 +8,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import timeline_pictures
+import topology_pictures
+from drawing import BLUE, GREEN, ORANGE, PURPLE, card
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdist
@@ -18,7 +21,7 @@ from jdist._src.data.shards import ProcessShare
 
 HERE = pathlib.Path(__file__).parent
 PROCESSES, DEVICES, FILES, IN_FILE, BATCH = 2, 4, 4, 6, 16
-COLORS = ("#9ecae9", "#ffbf79", "#a1d99b", "#d4b5e3")  # one per file
+COLORS = (BLUE, ORANGE, GREEN, PURPLE)  # one per file
 CELL, HEIGHT, LEFT, TOP, GAP = 72, 34, 76, 64, 20
 
 
@@ -35,7 +38,7 @@ def who_reads() -> str:
         for i, color in enumerate(COLORS)
     )
     key += f'<text x="{LEFT + 490}" y="{height - 12}" fill="#666">grey: weight 0</text>'
-    return _svg(width, height, [*panels, key])
+    return card(width, height, [*panels, key], 13)
 
 
 def _panel(title: str, shards: int, number: int) -> str:
@@ -159,7 +162,7 @@ def _who_holds(axis: str, arrays: dict[str, tuple[tuple[int, int], PartitionSpec
     for (name, (shape, _)), step in zip(arrays.items(), heights, strict=True):
         parts.append(f'<text x="8" y="{y + shape[0] * unit / 2 + 4}">{name}</text>')
         y += step
-    return _svg(width, height, parts)
+    return card(width, height, parts, 13)
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -191,14 +194,7 @@ def pipeline_schedule() -> str:
     parts.append(
         f'<text x="{left}" y="{y}" fill="#666">grey: idle, {stages - 1} of {forward} times, {bubble:.0%}</text>'
     )
-    return _svg(left + 2 * forward * unit + 8, y + 12, parts)
-
-
-def _svg(width: int, height: int, parts: list[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">\n'
-        f'<rect width="{width}" height="{height}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    return card(left + 2 * forward * unit + 8, y + 12, parts, 13)
 
 
 PICTURES = (
@@ -209,9 +205,24 @@ PICTURES = (
     sequence_parallelism,
     pipeline_parallelism,
     pipeline_schedule,
+    topology_pictures.mirrored,
+    topology_pictures.several_workers,
+    topology_pictures.parameter_servers,
+    topology_pictures.central_storage,
+    topology_pictures.who_holds_what,
+    topology_pictures.distributed_values,
+    topology_pictures.resharding,
+    topology_pictures.forced_devices,
+    timeline_pictures.life_of_a_step,
+    timeline_pictures.life_of_a_push,
+    timeline_pictures.life_of_a_batch,
+    timeline_pictures.restart,
+    timeline_pictures.local_updates,
+    timeline_pictures.callback_moments,
+    timeline_pictures.profile_parts,
 )
 
 if __name__ == "__main__":
-    jdist.use_cpu_devices(4)
+    jdist.use_cpu_devices(8)
     for draw in PICTURES:
         (HERE / f"{draw.__name__}.svg").write_text(draw())

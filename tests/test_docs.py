@@ -96,10 +96,21 @@ def test_badges_equal_the_output_of_their_script():
     assert {path.stem: path.read_text() for path in (ROOT / "docs/badges").glob("*.svg")} == badges
 
 
-def test_pictures_equal_the_output_of_their_script():
+def test_pictures_equal_the_output_of_their_script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     drawing = runpy.run_path(str(ROOT / "docs/pictures.py"))
     for draw in drawing["PICTURES"]:
         assert (ROOT / f"docs/{draw.__name__}.svg").read_text() == draw(), draw.__name__
+
+
+def test_every_picture_exists_and_is_on_a_page_with_a_description():
+    shown = set()
+    for page in PAGES:
+        for text, path in re.findall(r"!\[([^\]]*)\]\((\S+\.svg)\)", page.read_text(encoding="utf-8")):
+            if "badges" not in path:
+                assert len(text.split()) > 5, f"{page.name}: {path}"
+                shown.add((page.parent / path).resolve())
+    assert shown == set((ROOT / "docs").glob("*.svg"))
 
 
 PUBLIC_MODULES = [jdist, *(getattr(jdist, name) for name in dir(jdist) if inspect.ismodule(getattr(jdist, name)))]
