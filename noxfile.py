@@ -58,9 +58,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST, default=False)
 def docs(session: nox.Session) -> None:
-    """Documentation pages; a warning is an error."""
+    """Documentation pages; a warning is an error, and so is the name of a function without a link to it."""
     session.install(*CONSTRAINTS, "-e", ".[docs]")
     session.run("sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html")
+    session.run("python", "docs/_ext/check_links.py", "docs/_build/html")
 
 
 @nox.session(python=NEWEST, default=False)
