@@ -172,7 +172,7 @@ def page() -> str:
             if identifier.startswith(group):
                 text = texts_of_rows.get(identifier, "same")
                 jdist_cell = text if row.state == "same" else f"**{STATES[row.state]}**: {text}"
-                cells = identifier, _escaped(row.input), _escaped(row.result), jdist_cell, _codes(tests[identifier])
+                cells = identifier, _escaped(row.input), _escaped(row.result), jdist_cell, _by_file(tests[identifier])
                 lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     lines += [
@@ -191,6 +191,15 @@ def page() -> str:
 
 def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", text)
+
+
+def _by_file(tests: list[str]) -> str:
+    """Returns each file with its tests, so that the names of files are not repeated."""
+    by_file = collections.defaultdict(list)
+    for test in tests:
+        path, _, name = test.partition("::")
+        by_file[path].append(name)
+    return "; ".join(f"`{path}` {_codes(names)}" for path, names in by_file.items())
 
 
 def _codes(texts: list[str]) -> str:
