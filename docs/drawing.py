@@ -5,7 +5,7 @@ from xml.sax.saxutils import escape
 
 BLUE, ORANGE, GREEN, PURPLE = "#9ecae9", "#ffbf79", "#a1d99b", "#d4b5e3"
 GREY, RED = "#e6e8eb", "#f2a6a0"
-INK, MUTED, LINE, CARD = "#1f2933", "#4d5661", "#7b8794", "#fcfcfa"
+INK, MUTED, LINE, CARD = "#1f2933", "#4d5661", "#7b8794", "#f8f9fb"
 SIZE = 15  # of the font; a figure of 640 units is scaled to 360 pixels on a phone
 _MARGIN = 14
 
