@@ -213,6 +213,8 @@ PICTURES = (
     topology_pictures.distributed_values,
     topology_pictures.resharding,
     topology_pictures.forced_devices,
+    topology_pictures.virtual_replicas,
+    topology_pictures.plan_memory,
     timeline_pictures.life_of_a_step,
     timeline_pictures.life_of_a_push,
     timeline_pictures.life_of_a_batch,
@@ -220,6 +222,8 @@ PICTURES = (
     timeline_pictures.local_updates,
     timeline_pictures.callback_moments,
     timeline_pictures.profile_parts,
+    timeline_pictures.elastic,
+    timeline_pictures.asynchronous_dispatch,
 )
 
 if __name__ == "__main__":

@@ -29,9 +29,11 @@ def life_of_a_step() -> str:
         d.box(x, 40, width, 100, name, color, detail=detail, bold=True)
         if number:
             d.arrow(x - gap + 1, 90, x - 2, 90)
-    second, last = LEFT + width + gap, LEFT + 3 * (width + gap)
+    second, third, last = (LEFT + i * (width + gap) for i in (1, 2, 3))
     d.arrow(second + width / 2, 141, second + width / 2, 172)
-    d.box(second - 60, 174, width + 120, 52, "NotMirroredError", RED, detail="the leaf, its cause, the line, the fix")
+    d.box(LEFT, 174, 300, 52, "NotMirroredError", RED, detail="the leaf, its cause, the line, the fix")
+    d.arrow(third + width / 2, 141, third + width / 2, 172)
+    d.box(LEFT + 328, 174, 300, 52, "NotEquivalentWarning", RED, detail="not the result of one device")
     d.text(LEFT, 268, "later calls", bold=True)
     d.box(LEFT, 280, width, 40, "state, batch", GREY)
     d.arrow(LEFT + width + 1, 300, last - 2, 300)
@@ -239,4 +241,56 @@ def profile_parts() -> str:
         d.box(x, y, 22, 16, fill=color)
         d.text(x + 28, y + 13, f"{name} {share}%")
         x += 146 if name != "exposed_collectives" else 216
+    return d.svg()
+
+
+def elastic() -> str:
+    """Returns an SVG: the examples of a global batch of 12 per process: with 4 processes, with 3, and with 4 again."""
+    d, unit, left = Drawing(), 42, 130
+    y = 16
+    for title, note, count, lost in (
+        ("4 processes", "steps 1 to 40", 4, None),
+        ("one fails", "step 41", 4, 2),
+        ("3 processes", "steps 41 to 60", 3, None),
+        ("4 processes", "steps 61 to ...", 4, None),
+    ):
+        d.text(LEFT, y + 20, title, bold=True)
+        d.note(LEFT, y + 40, note)
+        share = 12 // count
+        for process in range(count):
+            x = left + process * share * unit
+            text = "lost" if process == lost else f"{process * share} to {process * share + share - 1}"
+            d.box(x, y, share * unit - 5, 40, text, RED if process == lost else GREY if lost else BLUE)
+        y += 62
+    d.box(left, y - 4, 12 * unit - 5, 30, "a global batch always has the same 12 examples", GREEN)
+    d.note(LEFT, y + 50, "Each change is a restart from the newest checkpoint.")
+    return d.svg()
+
+
+def asynchronous_dispatch() -> str:
+    """Returns an SVG: the host and a device over time, with a read of the loss in every step and with one at the end."""
+    d, left, prepare, step = Drawing(), 90, 40, 84
+
+    def row(y: float, bars: list[tuple[float, float, str, str]]) -> None:
+        for start, length, text, color in bars:
+            d.box(left + start, y, length - 3, 30, text, color)
+
+    d.text(LEFT, 28, "float(loss) in every step: the device waits for the host", bold=True)
+    at, host, device = 0.0, [], []
+    for number in range(1, 5):
+        host += [(at, prepare, "", BLUE), (at + prepare, step, "waits", GREY)]
+        device.append((at + prepare, step, f"step {number}", ORANGE))
+        at += prepare + step
+    for name, bars, y in (("host", host, 40), ("device", device, 76)):
+        d.text(LEFT, y + 20, name)
+        row(y, bars)
+    d.text(LEFT, 144, "losses read at the end of the epoch: the device always computes", bold=True)
+    host = [((number - 1) * prepare, prepare, str(number), BLUE) for number in range(1, 5)]
+    host.append((4 * prepare, 4 * step - 3 * prepare, "waits", GREY))
+    device = [(prepare + (number - 1) * step, step, f"step {number}", ORANGE) for number in range(1, 5)]
+    for name, bars, y in (("host", host, 156), ("device", device, 192)):
+        d.text(LEFT, y + 20, name)
+        row(y, bars)
+    d.box(left, 240, 22, 16, fill=BLUE)
+    d.text(left + 30, 253, "prepares and dispatches a step")
     return d.svg()

@@ -1,10 +1,13 @@
 """Figures of strategies: which devices compute, and which of them hold the state."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, Drawing
+from drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Drawing
 from jax.sharding import Mesh
 
 import jdist
@@ -248,3 +251,66 @@ def forced_devices() -> str:
         d.text(LEFT + 12 + (max(ids) + 1) * 76.6 + 8, y + 21, name)
         y += 42
     return d.svg()
+
+
+def virtual_replicas() -> str:
+    """Returns an SVG: 8 virtual replicas on 8, 3 devices and one, and the tree along which they are added on each of them."""
+    virtual, unit, left = 8, 62, 150
+    d = Drawing()
+    d.text(LEFT, 44, "sum", bold=True)
+    centers = [left + (i + 0.5) * unit for i in range(virtual)]
+    top = y = 190
+    while len(centers) > 1:  # neighbours are added, level by level
+        sums = [(a + b) / 2 for a, b in zip(centers[::2], centers[1::2], strict=True)]
+        for number, center in enumerate(centers):
+            d.line(center, y, sums[number // 2], y - 32)
+        for center in sums:
+            d.box(center - 11, y - 54, 22, 22, "+", ORANGE)
+        centers, y = sums, y - 54
+    d.text(LEFT, top + 20, "virtual replicas", bold=True)
+    for i in range(virtual):
+        d.box(left + i * unit, top, unit - 4, 30, str(i), BLUE)
+    y = top + 48
+    for count in (8, 3, 1):
+        strategy = jdist.MirroredStrategy(jax.local_devices()[:count], virtual_replicas=virtual)
+        per_device = -(-strategy.num_replicas_in_sync // count)
+        d.text(LEFT, y + 21, f"on {count} device{'s' * (count > 1)}")
+        for device in range(count):
+            first, last = device * per_device, min((device + 1) * per_device, virtual)
+            d.box(left + first * unit, y, (last - first) * unit - 4, 30, f"{device}", GREEN)
+        y += 38
+    d.note(LEFT, y + 18, "The order of the additions is the same on any number of devices.")
+    return d.svg()
+
+
+def plan_memory() -> str:
+    """Returns an SVG: the bytes of the table in docs/plan.md for 8 devices, against the memory of a device."""
+    text = (pathlib.Path(__file__).parent / "plan.md").read_text(encoding="utf-8")
+    limit = _mebibytes(re.findall(r"^8 .* yes .*", text, re.M)[0])[1]
+    names, row = re.findall(r"^bytes per device of +(.*)\n8 (.*)", text, re.M)[0]
+    parts = dict(zip(names.split(), _mebibytes(row), strict=True))
+    parts = {name: size for name, size in parts.items() if size > 10}
+    colors = dict(zip(parts, (GREEN, PURPLE, BLUE, RED, ORANGE), strict=True))
+    d, unit = Drawing(), 628 / limit
+    d.text(LEFT, 28, f"memory of a device: {limit / 1024:.1f} GiB", bold=True)
+    d.box(LEFT, 38, limit * unit, 34, fill="none", dashed=True)
+    used = sum(parts.values()) * unit
+    d.box(LEFT, 38, used, 34, fill=GREY)
+    d.line(LEFT, 73, LEFT, 118)
+    d.line(LEFT + used, 73, LEFT + 628, 118)
+    x, zoom = LEFT, 628 / sum(parts.values())
+    for name, size in parts.items():
+        d.box(x, 120, size * zoom, 34, fill=colors[name])
+        x += size * zoom
+    x = LEFT
+    for name in parts:
+        d.box(x, 174, 18, 16, fill=colors[name])
+        d.text(x + 24, 187, name)
+        x += 128
+    d.text(LEFT + used + 12, 60, f"used: {sum(parts.values()) / 1024:.1f} GiB")
+    return d.svg()
+
+
+def _mebibytes(text: str) -> list[float]:
+    scales = {"K": 1 / 1024, "M": 1, "G": 1024}
+    return [float(number) * scales[unit] for number, unit in re.findall(r"([\d.]+) ([KMG])iB", text)]
