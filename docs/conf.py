@@ -37,6 +37,7 @@ html_theme_options = {
 }
 html_static_path = ["_static"]
 html_css_files = ["jdist.css"]
+toc_object_entries_show_parents = "hide"
 default_role = "code"  # docstrings use single backticks for code
 autodoc_typehints = "description"  # signatures stay on one line
 autodoc_typehints_format = "short"

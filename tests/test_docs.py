@@ -73,7 +73,7 @@ def test_page_runs_in_a_fresh_interpreter_on_one_device(page, tmp_path):
 
 
 # Pages whose examples have no prompts, so that they can be copied from anywhere; `print(...)  # text` states the output.
-PASTED = [page for page in PAGES if page.stem == "README"]
+PASTED = [page for page in PAGES if page.stem in {"README", "index"}]
 
 
 @pytest.mark.slow

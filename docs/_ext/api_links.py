@@ -6,6 +6,7 @@ site, which `sphinx.ext.intersphinx` reads.
 
 import inspect
 import pathlib
+import re
 import zlib
 
 from docutils import nodes
@@ -64,7 +65,9 @@ class ApiLinks(SphinxPostTransform):
         for literal in [*self.document.findall(nodes.literal)]:
             if any(isinstance(parent, _NOT_PROSE) for parent in _parents(literal)):
                 continue
-            target = code_names.resolve(literal.astext(), of_jdist=not _is_foreign(literal))
+            is_list = self.env.docname == code_names.LIST_OF_NAMES
+            code = literal.astext()
+            target = code_names.resolve(code, of_jdist=not _is_foreign(literal), all_of_jdist=is_list)
             if target is None:
                 continue
             if target.startswith("jdist."):
@@ -85,9 +88,9 @@ def _parents(node: nodes.Node):
 
 
 def _documented(name: str, objects: dict) -> str:
-    """Returns `name`, or the class of a field that has no entry of its own."""
-    owner = name.rpartition(".")[0]
-    return owner if name not in objects and owner in objects else name
+    """Returns `name`, the same member of a base class, or the class of a field that has no entry of its own."""
+    candidates = [name, *code_names.inherited(name), name.rpartition(".")[0]]
+    return next((candidate for candidate in candidates if candidate in objects), name)
 
 
 def _pages_of_modules(objects: dict) -> dict[str, str]:
@@ -115,6 +118,11 @@ def _sentences(section: docstring.GoogleDocstring, lines: list[str]) -> list[str
     return type(section)(section._dedent(lines), section._config).lines()
 
 
+def _separate_plurals(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Ends the code in `array`s, which reStructuredText continues to the next backtick."""
+    lines[:] = [re.sub(r"(?<![`\w])(`[^`]+`)(?=[a-z])", r"\1\\ ", line) for line in lines]
+
+
 def _set_inventories(app: Sphinx, config: Config) -> None:
     config.intersphinx_mapping = write_inventories(pathlib.Path(app.doctreedir) / "inventories")
 
@@ -123,6 +131,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Registers the transform."""
     app.add_post_transform(ApiLinks)
     app.connect("config-inited", _set_inventories, priority=400)  # before intersphinx reads its setting
+    app.connect("autodoc-process-docstring", _separate_plurals, priority=400)  # before napoleon
     # Types come from annotations. In the sentences of properties and of `Returns:` a colon does not separate a type.
     docstring.GoogleDocstring._consume_inline_attribute = lambda self: ("", _sentences(self, self._consume_to_end()))
     docstring.GoogleDocstring._consume_returns_section = lambda self, preprocess_types=False: [

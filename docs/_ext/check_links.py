@@ -90,7 +90,8 @@ def missing_links(folder: pathlib.Path) -> tuple[list[str], int]:
         parser = Codes()
         parser.feed(page.read_text(encoding="utf-8"))
         for text, link, is_foreign in parser.found:
-            name = code_names.resolve(text, of_jdist=not is_foreign)
+            is_list = page == folder / f"{code_names.LIST_OF_NAMES}.html"
+            name = code_names.resolve(text, of_jdist=not is_foreign, all_of_jdist=is_list)
             if name is None:
                 continue
             where = f"{page.relative_to(folder)}: `{text}`"

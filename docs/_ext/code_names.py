@@ -22,6 +22,7 @@ _PREFIXES = {
     "np": "numpy",
     "ocp": "orbax.checkpoint",
 }
+LIST_OF_NAMES = "api"  # the page in which every word is a public name
 LIBRARIES = ("jax", "optax", "flax", "orbax", "numpy")
 
 # Variables of the pages and docstrings, with the class of their values.
@@ -135,6 +136,15 @@ def names_without_page() -> frozenset[str]:
     return frozenset(TABLE.read_text(encoding="utf-8").partition("[no page]\n")[2].split())
 
 
+def inherited(name: str) -> list[str]:
+    """Returns the names of the same member in the base classes of its class, in their order."""
+    owner, _, member = name.rpartition(".")
+    bases = getattr(public_names().get(owner), "__mro__", ())[1:]
+    classes = {id(value): name for name, value in public_names().items() if inspect.isclass(value)}
+    names = [f"{classes[id(base)]}.{member}" for base in bases if id(base) in classes]
+    return [name for name in names if name in public_names()]
+
+
 def external_name(code: str) -> str | None:
     """Returns the full name if `code` is a name of another library, such as `flax.nnx.Module` for `nnx.Module`."""
     match = _CODE.fullmatch(code.strip())
@@ -145,12 +155,13 @@ def external_name(code: str) -> str | None:
     return name if name.partition(".")[0] in LIBRARIES else None
 
 
-def resolve(code: str, *, of_jdist: bool = True) -> str | None:
+def resolve(code: str, *, of_jdist: bool = True, all_of_jdist: bool = False) -> str | None:
     """Returns the full name that inline code refers to, or None.
 
     Args:
         code: Such as `jdist.Trainer`, `Trainer.fit`, `strategy.step(fn)`, `sync.int8`, `jax.jit`.
         of_jdist: Whether short names are those of jdist. False for the column of a table with the code of another library.
+        all_of_jdist: Whether every word is a name of jdist, as on the page that lists them.
 
     Returns:
         The name, which is in `public_names()` or in `external_names()`.
@@ -161,6 +172,8 @@ def resolve(code: str, *, of_jdist: bool = True) -> str | None:
     name = match[1]
     if name in public_names() and not name.startswith("jdist._"):
         return name
+    if all_of_jdist and f"jdist.{name}" in public_names():
+        return f"jdist.{name}"
     if of_jdist:
         target = short_names().get(name) or _of_instance(name)
         if target:
