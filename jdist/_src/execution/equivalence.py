@@ -286,8 +286,6 @@ def leaf_verdicts(
 
 
 _RANK = {"equivalent": 0, "unknown": 1, "not equivalent": 2}
-
-
 _READ_AS: dict[VariableAggregation, Kind] = {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}
 
 
@@ -302,11 +300,11 @@ def kind_of(item: Any, wrapper: Any) -> Kind:
     return "per replica"
 
 
-def _report(found: Sequence[tuple[str, Verdict]], spec: ProgramSpec) -> None:
+def _report(verdicts: Sequence[tuple[str, Verdict]], spec: ProgramSpec) -> None:
     """Warns of the leaves of the state that are not equivalent, or raises an error, as `equivalence=` requires.
 
     Args:
-        found: The name of each leaf of the state, and the verdict on it.
+        verdicts: The name of each leaf of the state, and the verdict on it.
         spec: The program.
 
     Raises:
@@ -315,14 +313,14 @@ def _report(found: Sequence[tuple[str, Verdict]], spec: ProgramSpec) -> None:
     Warns:
         NotEquivalentWarning: `equivalence="warn"`, and a leaf is not equivalent, other than by design.
     """
-    wrong = [(name, verdict) for name, verdict in found if verdict.name == "not equivalent"]
+    wrong = [(name, verdict) for name, verdict in verdicts if verdict.name == "not equivalent"]
     if spec.equivalence == "error" and wrong:
-        raise NotEquivalentError(_message(wrong, len(found), spec))
+        raise NotEquivalentError(_message(wrong, len(verdicts), spec))
     wrong = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
     if wrong:
         place = min(wrong, key=lambda pair: pair[1].depth)[1].place
         place = place or source_lines.caller_frame() or source_lines.Frame("<unknown>", 0, spec.name)
-        warn_once(_message(wrong, len(found), spec), NotEquivalentWarning, place)
+        warn_once(_message(wrong, len(verdicts), spec), NotEquivalentWarning, place)
 
 
 def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> str:

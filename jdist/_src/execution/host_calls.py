@@ -80,10 +80,10 @@ class HostCalls(Stage):
             wait_for_results(leaves)  # not `jax.effects_barrier`, which raises the errors of other programs
         finally:  # also those before an error of the program
             calls, self._calls = self._calls, []
-            for function, _, operands in sorted(calls, key=_place):
+            for function, _, operands in sorted(calls, key=_order):
                 function(*operands)
 
 
-def _place(call: tuple[HostFunction, Any, tuple[Any, ...]]) -> tuple[list[int], int]:
+def _order(call: tuple[HostFunction, Any, tuple[Any, ...]]) -> tuple[list[int], int]:
     _, position, (replica_id, *_) = call
     return np.asarray(position).tolist(), int(replica_id)

@@ -26,8 +26,8 @@ from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, LowerFn, Traced, TraceFn
 from jdist._src.values.array_checks import is_device_array
 
-_MANY = 5  # programs of one step
-_MANY_PROGRAMS = 20  # of one line
+_MANY_OF_STEP = 5  # programs
+_MANY_OF_LINE = 20
 _programs: weakref.WeakKeyDictionary[Backend, collections.Counter[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -78,7 +78,7 @@ class Retraces(Stage):
     It runs while JAX traces, so other calls do not pay for it. It does not compare programs that `lower` traces, calls with
     another number of arguments, host values with arrays on devices, and shapes that a data set declares.
 
-    Mutable: it knows the arguments of the programs of calls.
+    Mutable: it stores the shapes, structures and shardings of the arguments of earlier programs.
 
     Args:
         spec: The program.
@@ -153,7 +153,7 @@ class Retraces(Stage):
             return
         self._num_programs += 1
         more = f" (and {len(changes) - 1} more leaves)" if len(changes) > 1 else ""
-        count = f" These are {self._num_programs} programs of this step." if self._num_programs >= _MANY else ""
+        count = f" These are {self._num_programs} programs of this step." if self._num_programs >= _MANY_OF_STEP else ""
         message = f"`{self._spec.name}` {event}: {changes[0].text}{more}.{count} {changes[0].advice}"
         place = source_lines.caller_frame()
         warnings.warn_explicit(message, RetraceWarning, place.file if place else "", place.line if place else 0)
@@ -173,9 +173,9 @@ def warn_of_many_programs(fn: Callable[..., Any], backend: Backend) -> None:
         return
     counts = _programs.setdefault(backend, collections.Counter())
     counts[place, code] += 1
-    if counts[place, code] == _MANY_PROGRAMS:
+    if counts[place, code] == _MANY_OF_LINE:
         message = (
-            f"{source_lines.code_at(place)} has compiled `{function_name(fn)}` {_MANY_PROGRAMS} times: once for each function "
+            f"{source_lines.code_at(place)} has compiled `{function_name(fn)}` {_MANY_OF_LINE} times: once for each function "
             "object, and for each value of a static argument. Define the function, or the step, once outside the loop, and "
             "pass values that change as arguments."
         )

@@ -22,28 +22,27 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
         spec: The program.
         loop: How it runs several steps per call, if it does.
     """
-    mesh, own = spec.backend.replicas.mesh, spec.backend.stages(spec)
+    mesh, backend_stages = spec.backend.replicas.mesh, spec.backend.stages(spec)
     num_steps = lambda: loop.num_steps if loop and loop.scans else int(spec.has_state)
     processes = Processes(spec, num_steps) if len(processes_of(mesh)) > 1 else None
-    packs = not any(stage.places_state for stage in own)
+    packs = not any(stage.places_state for stage in backend_stages)
     stages: list[Stage | None] = [
         ArgumentErrors(spec),  # names the arguments as the user passed them
         Modules(spec.has_state, spec.donates, packs),  # arrays from here on
         Retraces(spec) if spec.has_state else None,  # names the leaves of arrays
         *spec.function_stages,  # in each step
         StackedSteps(loop) if loop else None,  # before anything reads the batches
-        HostValues(
-            spec, processes.record_host_values if processes else None
-        ),  # of all steps, before the first one runs
+        # The values of all steps, before the first one runs.
+        HostValues(spec, processes.record_host_values if processes else None),
         RepeatedSteps(loop) if loop else None,  # what follows runs once per step
         *spec.user_stages,  # around all that a step computes
         ShardingAnnotations(sees_global_arrays=bool(spec.backend.replicas.batch_axes)),
         HostCalls(spec),
-        *own,
+        *backend_stages,
         processes,
         DonatedMemory() if is_bounded(mesh) and spec.donates else None,
         OneAtATime() if is_bounded(mesh) else None,  # nothing is donated before the wait for the previous call
-        # Last: it sees the trace as it is.
+        # Last: it reads the trace before another stage changes it.
         EquivalenceCheck(spec) if spec.has_state and spec.equivalence != "ignore" else None,
     ]
     present = [stage for stage in stages if stage is not None]

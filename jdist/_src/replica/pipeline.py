@@ -99,8 +99,8 @@ def pipeline(
             '`schedule="1f1b"` computes gradients before the last micro-batch has entered, so the loss must be inside: pass '
             '`last=(loss_fn, params, labels)`, or use `schedule="gpipe"`.'
         )
-    first_fn, first_params, *none = _function_tuple("first", "(fn, params)", first, 2)
-    if none:
+    first_fn, first_params, *others = _function_tuple("first", "(fn, params)", first)
+    if others:
         raise TypeError(f"`first` must be `(fn, params)`, got {len(first or ())} values. Pass the input as `x`.")
     last_fn, last_params, *last_inputs = _function_tuple("last", "(fn, params, *inputs)", last)
     check_unwrapped((stage_params, first_params, last_params, x, last_inputs))
@@ -467,7 +467,7 @@ def _repeat_ends(tree: PyTree, indices: np.ndarray) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[np.clip(indices, 0, leaf.shape[0] - 1)], tree)
 
 
-def _function_tuple(name: str, form: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
+def _function_tuple(name: str, form: str, value: Any) -> tuple[Any, ...]:
     """Returns the tuple of a function, its parameters and its inputs; of None if `value` is None.
 
     Raises:
