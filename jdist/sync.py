@@ -1,4 +1,4 @@
-"""Synchronization policies: optax gradient transformations that decide when and how gradients are reduced over the replicas.
+"""Synchronization policies: optax gradient transformations that define when and how gradients are reduced over the replicas.
 
 The step function does not change: it calls `tx.update(grads, opt_state, params)` with each replica's own gradients. The policy
 is one argument of the optimizer:

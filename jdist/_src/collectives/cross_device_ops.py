@@ -98,7 +98,7 @@ class CrossDeviceOps(abc.ABC):
 @final
 @dataclasses.dataclass(frozen=True)
 class AllReduce(CrossDeviceOps):
-    """XLA's all-reduce, or for large arrays, where it is faster, a reduce-scatter and an all-gather.
+    """XLA's all-reduce; for large arrays a reduce-scatter and an all-gather, on devices where this is faster.
 
     Attributes:
         bytes_to_scatter: Sums of at least this size use a reduce-scatter and an all-gather, so that each element is added up on

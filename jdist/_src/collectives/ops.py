@@ -78,7 +78,7 @@ def reduce_scatter_tree(op: ReduceOp, tree: PyTree, axis: int, axes: Axes) -> Py
     Raises:
         ValueError: `op` is neither SUM nor MEAN, a leaf does not have the dimension, or the number of replicas does not divide
             it; the message names the leaf.
-        TypeError: `axis` is not an integer, a leaf has no such reduction, or `tree` contains `RowSlices`.
+        TypeError: `axis` is not an integer, the dtype of a leaf does not support the reduction, or `tree` contains `RowSlices`.
     """
     check_unwrapped(tree)
     check_no_row_slices("reduce_scatter", tree)

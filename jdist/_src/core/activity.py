@@ -122,8 +122,8 @@ class CallLog:
     def marks(self) -> list[list[int]]:
         """Returns some numbers of records with `num_forgotten` and 32 bits of the digests then, as JSON.
 
-        They are, for each power of two from 16, the last number of which it is the largest divisor. So two processes have a
-        mark in common, unless they are too many records apart.
+        There is one mark per power of two `p` from 16: the last number that `p` divides and `2 p` does not. So two processes
+        have a common mark, unless the numbers of their records differ too much.
         """
         return [[num_forgotten, n, digest % 2**32] for num_forgotten, n, digest in list(self._marks.values())]
 
@@ -133,7 +133,7 @@ class CallLog:
         return [[number, digest, f"{name} ({values})" if values else name] for number, digest, name, values in records]
 
     def forget_records(self) -> None:
-        """Deletes the records. All processes do so when a comparison has found a difference, after which it is known."""
+        """Deletes the records. All processes do so after a comparison that has found and reported a difference."""
         self.num_records = self.digest = 0
         self.num_forgotten += 1
         self._newest_records.clear()
@@ -204,7 +204,7 @@ class Wait:
 _waits: dict[int, list[Wait]] = {}  # of each thread, the innermost last
 _work: dict[int, str] = {}  # of each thread
 _background_threads: set[int] = set()
-_abandoned: frozenset[threading.Thread] = frozenset()  # replaced as a whole: the thread of the watchdog reads it
+_abandoned: frozenset[threading.Thread] = frozenset()  # never changed in place: the thread of the watchdog reads it
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from jdist._src.core import activity
 
 STOP_SECONDS = 5  # limit for waiting for threads that have been requested to end
-# At exit, Python waits for the threads of all pools, also for daemons, and has no public function to change that
+# At exit, Python waits for the threads of all pools, also for daemons, and does not have a public function to change that
 # (https://github.com/python/cpython/issues/80961).
 _pool_threads: Any = concurrent_futures_thread._threads_queues
 # Of the threads that have not ended: one whose function has returned may still free its arrays, which is a call of JAX. It then
@@ -31,8 +31,8 @@ def start_thread(
         target: The function of the thread.
         args: Its arguments.
         name: The name of the thread.
-        stop: Requests the thread to end; None if it ends by itself. Called when the interpreter exits, which then waits for
-            the thread for up to `STOP_SECONDS`.
+        stop: Requests the thread to end; None if it ends without a request. Called when the interpreter exits, which then
+            waits for the thread for up to `STOP_SECONDS`.
     """
     thread = threading.Thread(target=_run, args=(target, *args), name=name, daemon=True)
     _stop_functions[thread] = stop
@@ -49,7 +49,7 @@ def _run(target: Callable[..., None], *args: Any) -> None:
 
 
 def pool_threads() -> set[threading.Thread]:
-    """Returns the daemon threads of thread pools: those of pools that other daemon threads have started."""
+    """Returns the daemon threads of thread pools, which other daemon threads have started."""
     threads = (reference() for reference in _pool_threads.keyrefs())
     return {thread for thread in threads if thread is not None and thread.daemon}
 

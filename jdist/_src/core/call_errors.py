@@ -40,7 +40,7 @@ def explains_arguments(hints: str = "", name: str = "") -> Callable[[F], F]:
 
 
 def explain_constructor(cls: type, hints: str = "") -> None:
-    """Lets a class explain the arguments of its own constructor, if it defines one."""
+    """Makes errors of the constructor that a class defines explain its arguments."""
     if "__init__" in vars(cls):
         cls.__init__ = explains_arguments(hints)(cls.__init__)
 
@@ -72,7 +72,7 @@ def _explanation(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         call = signature.replace(parameters=shown, return_annotation=inspect.Signature.empty)
-        # Of `predict(x)`, the first argument is missing, and Python says that the last one is.
+        # `predict(x)` lacks the first argument, and Python reports that the last one is missing.
         first = next(iter(parameters), "")
         hint = " The state is the first argument." if first == "state" and len(args) == 2 else ""
         return f"`{name}`: {error}. Call it as `{name.split('.')[-1]}{call}`.{hint}"

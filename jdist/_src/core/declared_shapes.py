@@ -1,4 +1,4 @@
-"""Shapes that a program is meant to be compiled for, such as those of the batches of `jdist.data.Buckets`."""
+"""Shapes that a program may be compiled for, such as the shapes of the batches of `jdist.data.Buckets`."""
 
 from collections.abc import Iterable
 

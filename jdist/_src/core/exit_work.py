@@ -1,4 +1,4 @@
-"""Work that the interpreter finishes before it exits, and the exit status: 1 if some work fails, or that of an error.
+"""Work that the interpreter finishes before it exits, and the exit status: 1 if some work fails, or the status of an error.
 
 It runs before Python stops the thread pools of `concurrent.futures`, and before the functions of `atexit`.
 """
@@ -98,9 +98,9 @@ def _end_with(status: int) -> None:
 
 @functools.cache
 def _install_exit_function() -> None:
-    # A function of `atexit` would run too late: when `concurrent.futures` has stopped its thread pools. Python has no public
-    # function for it (https://github.com/python/cpython/issues/86128); those of this one run in reverse order, so
-    # `concurrent.futures` has to be imported before.
+    # A function of `atexit` would run too late: when `concurrent.futures` has stopped its thread pools. Python does not have a
+    # public function for it (https://github.com/python/cpython/issues/86128). The functions that this one registers run in
+    # reverse order, so `concurrent.futures` has to be imported before.
     _ = concurrent_futures_thread
     threading._register_atexit(_finish_all)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -138,5 +138,5 @@ def _flush() -> None:
             stream.flush()
 
 
-if hasattr(os, "register_at_fork"):  # a forked child has not the threads that do the work
+if hasattr(os, "register_at_fork"):  # a forked child does not have the threads that do the work
     os.register_at_fork(after_in_child=_work.clear)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jdist._src.core.rendering import printable
 
-# The page loads nothing and runs no script, even if a metric name contains markup.
+# Also if a metric name contains markup.
 _CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 # On light and on dark paper. All light colors differ, because `figure_as_svg` replaces each by a CSS variable. The hues are
 # distinguishable with color blindness.

@@ -24,10 +24,11 @@ Equation = core.JaxprEqn
 Literal = core.Literal
 _ClosedJaxpr: Any = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]  # the same as `Jaxpr` since jax 0.12
 
-# On several CPU devices this JAX ends the process with a segmentation fault where it should refuse memory that was donated
-# before, or that is donated twice in one call.
+# On several CPU devices this version of JAX ends the process with a segmentation fault where it should refuse memory that was
+# donated before, or that is donated twice in one call.
 CRASHES_ON_DONATED_MEMORY = jax.__version_info__ < (0, 11)
-# On several CPU devices this JAX ends the process if many calls with collectives are dispatched without waiting, as Keras does.
+# On several CPU devices this version of JAX ends the process if many calls with collectives are dispatched without waiting, as
+# Keras does.
 KERAS_ABORTS_ON_CPU = jax.__version_info__ < (0, 11)
 
 
@@ -193,7 +194,7 @@ _DELETED = ("has been deleted", "deleted or donated", "donate the same buffer", 
 def is_shared_memory_error(error: BaseException) -> bool:
     """Whether JAX refused to donate an argument because a numpy array, or a tensor from dlpack, uses its memory.
 
-    A GPU refuses to donate such memory, its own and that of its host. A CPU device copies the argument instead.
+    A GPU refuses to donate such memory, on the device and on its host. A CPU device copies the argument instead.
     """
     return "Donation requested for buffer with external reference" in str(error)
 
@@ -201,8 +202,8 @@ def is_shared_memory_error(error: BaseException) -> bool:
 def num_signatures(compiled: Any) -> int:
     """Returns the number of signatures (devices or host, dtypes, shapes) that a `jax.jit` was called with.
 
-    It is 0 if JAX does not count them: the private counter does not exist, or every call goes through Python. Nobody stores the
-    counter: in jax 0.10 the garbage collector does not see its reference to `compiled`, and never frees a cycle with it.
+    It is 0 if JAX does not count them: the private counter does not exist, or every call goes through Python. Do not store
+    the counter: in jax 0.10 the garbage collector does not see its reference to `compiled`, and never frees a cycle with it.
     """
     return compiled._cache_size() if hasattr(compiled, "_cache_size") else 0
 
@@ -210,9 +211,10 @@ def num_signatures(compiled: Any) -> int:
 def key_value_store() -> Any:
     """Returns the key-value store of the processes that have called `jax.distributed.initialize`.
 
-    It has `key_value_set(key, text)`, `blocking_key_value_get(key, milliseconds)`, which raises if the key is not set within
-    that time, `key_value_increment(key, number)`, `key_value_dir_get(prefix)`, and `key_value_delete(key)`, which also deletes
-    the keys below it. It uses no device, so any thread may call it.
+    It has `key_value_set(key, text)`, `key_value_set_bytes(key, bytes)`, `blocking_key_value_get_bytes(key, milliseconds)`,
+    which raises if the key is not set within that time, `key_value_increment(key, number)`, `key_value_dir_get(prefix)` and
+    `key_value_dir_get_bytes(prefix)`, and `key_value_delete(key)`, which also deletes the keys below it. It does not use a
+    device, so any thread may call it.
 
     Raises:
         RuntimeError: This process has not joined other processes.
@@ -233,7 +235,7 @@ def are_recoverable() -> bool:
 
 
 def live_processes(store: Any, processes: Sequence[int]) -> set[int]:
-    """Returns those of `processes`, one of which is this one, that JAX has not lost. Waits until those have called it too."""
+    """Returns the processes that JAX has not lost. They include this one. Waits until all of them have called it too."""
     return set(store.get_live_nodes(list(processes)))
 
 
@@ -436,7 +438,7 @@ class MapBinding(NamedTuple):
         function: The user's function.
         source: Its name and line, `"step at train.py:12"`, or "".
         names: The names of the operands, which are the leaves of the arguments; empty if unknown.
-        operands: For a `shard_map` the types of the operands, for a `pmap` those of one device, without the mapped dimension.
+        operands: The types of the operands; for a `pmap` on one device, without the mapped dimension.
         specs: The `PartitionSpec` of each operand. For a `pmap` the axis at dimension 0 if it is mapped.
         axis_sizes: The mesh axes that the call makes manual, with their sizes.
         check_vma: Whether JAX checks that results without an axis in their `PartitionSpec` are replicated over it.
@@ -633,7 +635,7 @@ def _traced_body(mapped: Callable[..., Any], types: Sequence[Any], size_one: Ite
     if size_one:
         types = [_on_mesh_of_size_one(one, size_one) for one in types]
     with contextlib.ExitStack() as changes:
-        if is_changed:  # through no mesh: JAX refuses to change the size of the mesh in the context
+        if is_changed:  # through an empty mesh: JAX refuses to change the size of the mesh in the context
             changes.enter_context(meshes.use_abstract_mesh(meshes.empty_abstract_mesh))
             changes.enter_context(meshes.use_abstract_mesh(_with_size_one(context, size_one)))
         changes.enter_context(_unhooked())
@@ -865,7 +867,7 @@ class Contents(NamedTuple):
 
 
 def contents(equation: Equation) -> Contents:
-    """Returns the axis names and jaxprs among the parameters of `equation`."""
+    """Returns the `Contents` of the parameters of `equation`."""
     params = equation.params
     higher_order = params.get("_prim")  # jax 0.12: a primitive that has its parameters as attributes
     values = _names_and_jaxprs(higher_order.params.values() if higher_order else params.values(), [])
@@ -912,7 +914,7 @@ _PLAIN = frozenset((int, bool, float, type(None)))  # the types of most paramete
 
 def call_on_host(callback: Callable[..., None], operands: Sequence[Any]) -> None:
     """Calls `callback` with the values of `operands`, as `jax.debug.callback` does. `callback_of` finds the equation."""
-    from jax._src import debugging  # `jax.debug.callback` wraps the callback in a function of its own
+    from jax._src import debugging  # `jax.debug.callback` wraps the callback in another function
 
     debugging.debug_callback_p.bind(*operands, callback=callback, effect=debugging.debug_effect, partitioned=False)
 
@@ -1001,7 +1003,7 @@ def scan_parts(equation: Equation) -> ScanParts:
 
 
 def map_linear_calls() -> None:
-    """Lets `jax.vmap` map a `jax.custom_derivatives.linear_call`, for which JAX has no rule."""
+    """Lets `jax.vmap` map a `jax.custom_derivatives.linear_call`, for which JAX does not have a rule."""
     from jax._src.custom_derivatives import linear_call_p  # no public names
     from jax._src.interpreters import batching
 

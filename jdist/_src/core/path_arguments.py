@@ -35,7 +35,7 @@ def as_local_path(name: str, value: Any) -> pathlib.Path:
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Makes a directory, and checks that it is writable. Object stores have no directories, so a URL is not checked.
+    """Makes a directory, and checks that it is writable. Object stores do not have directories, so a URL is not checked.
 
     Raises:
         ValueError: The directory cannot be made, or is not writable.

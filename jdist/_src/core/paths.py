@@ -60,7 +60,7 @@ def as_path(path: Any) -> pathlib.Path:
 
 @functools.cache
 def _use_fsspec() -> None:
-    """Makes epath use fsspec for all URLs but `gs://`, also where TensorFlow is installed.
+    """Makes epath use fsspec for all URLs except `gs://`, also where TensorFlow is installed.
 
     epath prefers TensorFlow, which implements `gs://` only.
     """

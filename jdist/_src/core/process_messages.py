@@ -94,9 +94,8 @@ class MessageExchange:
         self._processes = range(num_processes) if processes is None else processes
         self._store = key_value_store() if store is None else store
         self._round = self._wait_round = 0
-        self._last: dict[str, Any] | None = (
-            None  # own message that the other processes have; None to post the next in full
-        )
+        # The message of this process that the other processes have; None to post the next one in full.
+        self._last: dict[str, Any] | None = None
         self._messages: list[dict[str, Any]] = [{}] * num_processes
 
     def exchange(self, message: dict[str, Any], reason: str = "") -> list[dict[str, Any]]:
@@ -106,7 +105,7 @@ class MessageExchange:
 
         Args:
             message: The message of this process: JSON.
-            reason: The reason why this process waits, if it is not that of the exchange.
+            reason: The reason why this process waits; by default the reason of the exchange.
 
         Raises:
             InterruptedError: `should_stop` returned True while this process waited.
@@ -246,7 +245,7 @@ class MessageExchange:
 
 
 class _LongWait:
-    """A wait for the messages of a round that takes long: is it possible that it ends?
+    """A wait for the messages of a round that takes long, and the check whether it can end.
 
     If the main threads of all processes wait in exchanges of main threads, and no round has all of its processes, none of the
     waits can end. Process 0 is one of them, and decides: it stores the waits, and every process in one of them raises an error.
@@ -266,7 +265,7 @@ class _LongWait:
         self._own: str | None = None  # the published wait
         self._waits: Mapping[str, str] = {}
         self._lost: list[int] | None = None
-        self._asked: Sequence[int] = ()
+        self._queried: Sequence[int] = ()
 
     def __enter__(self) -> "_LongWait":
         return self
@@ -317,21 +316,21 @@ class _LongWait:
 
     def lost(self, missing: Sequence[int]) -> list[int]:
         """Returns the processes of `missing` that JAX has lost, once it is known. JAX's answer waits for those that live."""
-        if tuple(missing) != tuple(self._asked):
-            self._asked, self._lost = tuple(missing), None
+        if tuple(missing) != tuple(self._queried):
+            self._queried, self._lost = tuple(missing), None
 
-            def ask() -> None:
+            def query() -> None:
                 with contextlib.suppress(RuntimeError):  # the processes have separated
                     live = live_processes(self._store, [jax.process_index(), *missing])
-                    if tuple(missing) == tuple(self._asked):
+                    if tuple(missing) == tuple(self._queried):
                         self._lost = [process for process in missing if process not in live]
 
-            threading.Thread(target=ask, daemon=True, name="jdist live processes").start()
+            threading.Thread(target=query, daemon=True, name="jdist live processes").start()
         return self._lost or []
 
 
 def _endless(message: str) -> RuntimeError:
-    """Returns the error of a wait that can never end. If it ends the program, the exit status is that of a hang."""
+    """Returns the error of a wait that can never end. If it ends the program, the exit status is `HUNG`."""
     if threading.current_thread() is threading.main_thread():
         activity.calls.forget_records()  # the call was recorded here, but not on the others
     return exit_work.with_exit_status(RuntimeError(message), HUNG)

@@ -1,4 +1,4 @@
-"""Public names of classes and functions: what `help`, tracebacks and pickles show is not where the code is."""
+"""Public names of classes and functions: `help`, tracebacks and pickles show the public module, not the private one."""
 
 from collections.abc import Mapping
 from typing import Any

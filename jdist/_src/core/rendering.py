@@ -1,4 +1,4 @@
-"""What rich prints as text, and as HTML for notebooks."""
+"""Objects of rich as text, and as HTML for notebooks."""
 
 import io
 import itertools
@@ -48,7 +48,7 @@ def rows_table(
     max_widths: Sequence[int | None] = (),
     title: str = "",
 ) -> Any:
-    """Returns a table for rich. It has no lines, to be narrow. Texts are shown verbatim; long ones are folded, and none is cut.
+    """Returns a table for rich, narrow, because without lines. Texts are shown verbatim; long ones are folded, none is cut.
 
     Args:
         head: The name of each column.

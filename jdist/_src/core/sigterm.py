@@ -1,8 +1,8 @@
 """The action of SIGTERM in a process that has joined others.
 
 JAX's preemption service has a handler of SIGTERM in C++. It replaces any other one when a process joins, and only notes the
-signal, so SIGTERM would not end a program that does not ask the service. jdist restores the action from before, and gives
-SIGTERM to JAX's handler only while something asks the service: `Preemption`, or, from its first call on,
+signal, so SIGTERM would not end a program that does not use the service. jdist restores the action from before, and gives
+SIGTERM to JAX's handler only while the service is in use: by `Preemption`, or, from its first call on, by
 `multihost_utils.reached_preemption_sync_point`. Python's `signal` does not see handlers of C++, so this module calls
 `sigaction`.
 """

@@ -52,7 +52,7 @@ def _cell_name(file: str) -> str | None:
 
 
 def equation_frame(equation: Equation) -> Frame | None:
-    """Returns the innermost frame of user code that traced `equation`; if only libraries did, the innermost frame of those.
+    """Returns the innermost frame of user code that traced `equation`; if only libraries did, their innermost frame.
 
     None if jdist traced it to place an argument on the replicas.
     """
@@ -76,10 +76,7 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def _outside_jax(frames: Sequence[Frame]) -> list[Frame]:
-    files = (
-        *_folders("jax", "jaxlib"),
-        _absolute(jax_compat.__file__),
-    )  # `jax_compat` calls functions of JAX for others
+    files = (*_folders("jax", "jaxlib"), _absolute(jax_compat.__file__))  # `jax_compat` calls JAX for other modules
     return [frame for frame in frames if not _absolute(frame.file).startswith(files)]
 
 
@@ -100,7 +97,7 @@ def warning_frame(equation: Equation) -> Frame | None:
 def call_frame(equation: Equation, calls: Sequence[Equation]) -> Frame | None:
     """Returns the user's line of an equation inside a function of JAX, such as `jax.random.bernoulli`.
 
-    JAX caches the jaxprs of its own functions, so the equation has the line of the first call of the function; the equation
+    JAX caches the jaxprs of its functions, so the equation has the line of the first call of the function; the equation
     that calls the function has the line of this call.
 
     Args:

@@ -1,6 +1,6 @@
 """Published facts of accelerators: peak flops, memory, and bandwidths, per device of JAX.
 
-The numbers are those of the manufacturer, which programs do not reach. Each row has its source.
+The manufacturer publishes the numbers, and programs do not reach them. Each row has its source.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What one device can do at most, according to its manufacturer.
+    """The peak rates and the memory of one device, according to its manufacturer.
 
     Attributes:
         name: The name of the chip: `"TPU v5e"`.

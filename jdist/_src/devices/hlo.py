@@ -219,7 +219,7 @@ def _groups_along(sizes: Mapping[str, int], axes: Sequence[tuple[str, str, str]]
 def _axes_of_groups(groups: np.ndarray, mesh: Mesh | None) -> tuple[str, ...] | None:
     """Returns the axes along which the devices of each group differ, if the groups are all devices along these axes.
 
-    In a program for several slices, the groups are those of one slice.
+    In a program for several slices, the groups contain the devices of one slice.
     """
     if mesh is None or groups.max() >= mesh.size:
         return None

@@ -1,6 +1,6 @@
 """Parses the text of an optimized HLO module: its computations, their instructions in order, and the lines that traced them.
 
-XLA has no public interface to the instructions of a compiled program. The text is the same for CPU, GPU and TPU.
+XLA does not have a public interface to the instructions of a compiled program. The text is the same for CPU, GPU and TPU.
 """
 
 import math
@@ -87,7 +87,7 @@ class HloModule:
         num_devices: The number of devices that run it.
 
     Raises:
-        ValueError: The text is not that of a compiled program.
+        ValueError: The text is not a compiled program.
     """
 
     def __init__(self, text: str):
@@ -220,7 +220,7 @@ class HloModule:
             location = _numbers(locations[frame["file_location_id"]])
             function = names[location["function_name_id"]]
             yield Frame(files[location["file_name_id"]], location["line"], function)
-            number = min(frame.get("parent_frame_id", 0), number) - 1  # XLA prints the number after that of the parent
+            number = min(frame.get("parent_frame_id", 0), number) - 1  # XLA prints the number of the parent plus 1
 
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")

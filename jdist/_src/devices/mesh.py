@@ -100,7 +100,7 @@ def check_mesh_argument(mesh: object, axis_name: str) -> dict[str, int]:
     """Checks the argument `mesh` of a strategy of several replicas, and returns its axes and their sizes.
 
     Args:
-        mesh: A mesh, or a mapping from the names of axes to sizes, of which one may be -1.
+        mesh: A mesh, or a mapping from the names of axes to sizes. One size may be -1.
         axis_name: The axis of the replicas.
 
     Raises:
@@ -460,7 +460,7 @@ def _check(devices: list[jax.Device]) -> None:
 
 
 def check_host_memory(mesh: Mesh, instead: str) -> None:
-    """Raises ValueError if programs for these devices cannot name their host memory. `instead` says what to do."""
+    """Raises ValueError, which ends with the advice `instead`, if programs for these devices cannot name their host memory."""
     device = next(iter(local_mesh_devices(mesh).values()), mesh.devices.flat[0])
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:

@@ -48,9 +48,9 @@ class Topology(NamedTuple):
     """The arguments of `topology_devices`.
 
     Attributes:
-        topology: See there.
-        num_slices: See there.
-        gpu_target_config: See there.
+        topology: The generation and the shape of a TPU slice, or the three numbers of a GPU topology.
+        num_slices: The number of TPU slices.
+        gpu_target_config: The absolute path of the file that describes a GPU; None for TPUs.
     """
 
     topology: str
@@ -62,7 +62,7 @@ class Topology(NamedTuple):
         return topology_devices(self.topology, num_slices=self.num_slices, gpu_target_config=self.gpu_target_config)
 
     def of_size(self, count: int) -> "Topology":
-        """Returns the topology of the same kind with `count` devices: one slice or NVLink domain, or several if it must.
+        """Returns the topology of the same kind with `count` devices, with the fewest slices or NVLink domains.
 
         Raises:
             ValueError: None has this number of devices; the message contains the nearest numbers that exist.

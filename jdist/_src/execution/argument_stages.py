@@ -31,9 +31,7 @@ from jdist._src.values.array_checks import (
 from jdist._src.values.device_put import check_devices_attached, check_same_devices
 
 _WRONG_OPTION = re.compile(r"No such compile option: '(\w+)'|While setting option (\w+), ([^\n]*)")
-
-
-_ERRORS = TypeError, ValueError, RuntimeError, AttributeError
+_ERRORS = TypeError, ValueError, RuntimeError, AttributeError  # that JAX raises because of an argument
 
 
 class ArgumentErrors(Stage):
@@ -88,7 +86,7 @@ class HostValues(Stage):
     A state has many leaves and stays on the devices. It is checked before a call only if JAX may have compiled the program
     for a state with host values, and after a call that compiled the program for a new signature.
 
-    Mutable: it knows whether a state had host values.
+    Mutable: it stores whether a state had host values.
 
     Args:
         spec: The program.

@@ -43,7 +43,7 @@ class ReplicaFunction:
 
     @property
     def is_varying(self) -> list[bool]:
-        """Whether each argument has one value per replica: `[replica * n, ...]`, of which a replica's block is `[n, ...]`."""
+        """Whether each argument has one value per replica: `[replica * n, ...]`, with blocks `[n, ...]`."""
         return [is_distributed(item) and not item._is_replicated for item in self.items]
 
     def block_shapes(self, num_replicas: int) -> list[PyTree]:
@@ -72,9 +72,9 @@ class ProgramSpec:
         user_stages: The stages of the user's function, as `jdist.debug.checked` adds them.
         has_state: Whether the first argument is a state, which the program replaces.
         donates: Whether the memory of that state is reused for the new state.
-        compiler_options: Options of XLA that the user gave.
+        compiler_options: The user's options of XLA.
         is_global: Whether the function is in the global view: it is of one replica and written as such.
-        equivalence: What to do if a step does not compute what one device computes.
+        equivalence: See `StepOptions`.
     """
 
     name: str
@@ -161,7 +161,7 @@ class Backend(abc.ABC):
         return NamedSharding(self.replicas.mesh, item._partition_spec(self.replicas.per_replica_axes))
 
     def _of_spec(self, spec: PartitionSpec, leaf: Any) -> NamedSharding:
-        """Returns the sharding of a batch that a layout has split; if another strategy did so, that of a batch without one."""
+        """Returns the sharding of a batch that a layout has split; without a layout if another strategy has split it."""
         mesh = self.replicas.mesh
         is_of_mesh = {*axes_of(spec)} <= {*mesh.axis_names}
         return NamedSharding(mesh, spec) if is_of_mesh else self.replicas.batch_sharding(leaf.shape)

@@ -36,8 +36,8 @@ class StepOptions:
         donate: Whether the new state reuses the memory of the old state.
         compiler_options: Options of XLA for the program.
         static_argnames: The names of the last parameters that are Python values at trace time.
-        view: What the function sees: the part of one replica, or the global batch.
-        equivalence: What to do if the step does not compute what one device computes.
+        view: The batch that the function receives: the part of one replica, or the global batch.
+        equivalence: Whether a step that does not compute the results of one device is an error, a warning or accepted.
 
     Raises:
         TypeError: An option has the wrong type.

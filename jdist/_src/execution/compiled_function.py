@@ -120,7 +120,7 @@ class CompiledFunction:
             raise
         result = jax.tree.unflatten(lowered.out_tree, [0] * lowered.out_tree.num_leaves)
         if isinstance(result, dict):
-            lowered.out_tree = self._structures[min(result)].treedef  # its leaves are those of the dict, in this order
+            lowered.out_tree = self._structures[min(result)].treedef  # it has the leaves of the dict, in this order
         return lowered
 
     def shapes(self, args: Arguments) -> Arguments:

@@ -46,9 +46,9 @@ class OneAtATime(Stage):
 class DonatedMemory(Stage):
     """Checks the memory of the state that a call donates, unless a call of a program has just returned this state.
 
-    Mutable: it remembers which state its last call returned. From the first state that has other children on, as in
-    `step(state.replace(step=0), batch)`, it also remembers the leaves, and the class remembers the leaves that the last call of
-    any program returned.
+    Mutable: it stores the addresses of the state that its last call returned. From the first state that has other children on,
+    as in `step(state.replace(step=0), batch)`, it also stores those of the leaves, and the class stores the addresses of the
+    leaves that the last call of any program returned.
 
     Args:
         checks_every_call: Whether every call looks for memory that was donated before, which else JAX refuses.
@@ -77,7 +77,7 @@ class DonatedMemory(Stage):
         return call_checked
 
     def _is_returned(self, addresses: tuple[int, ...]) -> bool:
-        """Whether the last call returned this state, or its children: those of `(params, opt_state)` in a new tuple.
+        """Whether the last call returned this state, or its children, now in a new container such as `(params, opt_state)`.
 
         Python uses the address of a child again when it was dropped, and then its leaves are dropped too.
         """
@@ -115,7 +115,7 @@ def _addresses(state: PyTree) -> tuple[int, ...]:
 
     The address of a state alone is used again soon after the caller has dropped it. The caller may replace children in place.
     """
-    if isinstance(state, PackedState):  # made for each call
+    if isinstance(state, PackedState):  # each call has a new one
         return (0, *map(_address, state.values))
     children = state.values() if type(state) is dict else state if isinstance(state, (tuple, list)) else ()
     return tuple(map(_address, (state, *children)))

@@ -3,7 +3,7 @@
 Python handles a signal after the C function in which it arrived. After the function that launches a step, the old state is
 donated and no variable holds the new one yet, so an exception there would lose the state: a loop spends most of its time in
 that function. The interrupt is therefore held back until the next call of a program, which raises it before it donates
-anything, or for a short time if there is no such call.
+anything, or for a short time without such a call.
 """
 
 import _signal  # pyright: ignore[reportMissingImports]  # the functions of `signal` convert handlers to enums: 20 times as slow

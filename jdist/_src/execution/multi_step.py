@@ -33,7 +33,7 @@ from jdist._src.values.unread_rows import StackedRows
 class StepLoop:
     """How a program runs several steps per call: as a scan, or by one call of the program per step.
 
-    Mutable: the first call decides, if it depends on the step.
+    Mutable: if it depends on the step, the first call sets it.
 
     Args:
         spec: The program.

@@ -19,7 +19,7 @@ class Modules(Stage):
 
     A call of a program whose first call had no modules does not look for them.
 
-    Mutable: it knows whether arguments or results contain modules.
+    Mutable: it stores whether arguments or results contain modules.
 
     Args:
         has_state: Whether the first argument is a state. If not, all arguments are converted as one tree.

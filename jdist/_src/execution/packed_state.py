@@ -1,7 +1,7 @@
 """`PackedState`: a tree with nnx modules as the values of its variables, which JAX flattens without Python code.
 
 JAX flattens a tree of nnx modules by a Python function per module and variable, and builds the modules of the result by
-another. For 50 parameters both take longer than the dispatch of a step. A `StatePacker` remembers the variables of each module,
+another. For 50 parameters both take longer than the dispatch of a step. A `StatePacker` stores the variables of each module,
 checks by identity that nothing was replaced since, and stores the new values in the same variables.
 """
 
@@ -72,7 +72,7 @@ class _Structure(NamedTuple):
         outer: The structure of the state above its modules.
         versions: The version of the variables of each module.
         treedef: The structure of the state as an array tree, whose leaves are the values.
-        indices: The number of each value among the variables and leaves, of which some occur several times.
+        indices: The number of each value among the variables and leaves; some occur several times.
     """
 
     outer: Any
@@ -84,7 +84,7 @@ class _Structure(NamedTuple):
 class StatePacker:
     """Packs the states of one program.
 
-    Mutable: it remembers the variables of each module as long as the module exists, and the structure of the last state.
+    Mutable: it stores the variables of each module as long as the module exists, and the structure of the last state.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class StatePacker:
         self._structure: _Structure | None = None
 
     def pack(self, state: PyTree) -> "Packing | None":
-        """Returns the state, packed; None if it has a part whose variables cannot be remembered.
+        """Returns the state, packed; None if it has a part whose variables cannot be stored.
 
         Such parts are modules of equinox, variables outside of modules, and in a module arrays without a variable and unknown
         containers.

@@ -22,7 +22,7 @@ from jdist._src.values.same_program import check_same_program
 class Processes(Stage):
     """Compares the programs that the processes of a mesh trace, and records the calls for the report of a job that hangs.
 
-    Mutable: it knows the arguments of the call that may be tracing, and whether inputs are arrays of one process.
+    Mutable: it stores the arguments of the call that may be tracing, and whether inputs are arrays of one process.
 
     Args:
         spec: The program.
@@ -46,7 +46,7 @@ class Processes(Stage):
             record_host_values(self._spec.name, values)
 
     def wrap_trace(self, trace: TraceFn) -> TraceFn:
-        """See `Stage`. The comparison must be made by all processes."""
+        """See `Stage`. All processes must make the comparison."""
 
         def trace_compared(args: Arguments) -> Traced:
             spec, arguments = self._spec, self._arguments
@@ -93,7 +93,7 @@ class Processes(Stage):
         return call_together
 
     def wrap_lower(self, lower: LowerFn, compiled: CompiledFunction) -> LowerFn:
-        """See `Stage`. Processes compare a program when they call it, and a call does not trace what `lower` has traced."""
+        """See `Stage`. Processes compare a program when they call it, and a call would not trace again after `lower`."""
         compiled.lowers_apart = True
         return lower
 

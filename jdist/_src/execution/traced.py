@@ -22,7 +22,7 @@ LowerFn = Callable[[Arguments], jax.stages.Lowered]
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What is proved of the results of a replica function: which are replicated, and which are those of one device.
+    """The proof of a replica function: which results are replicated, and which equal the results of one device.
 
     Attributes:
         replicated: The names of the results that are the same on every replica, for all inputs.
@@ -54,7 +54,7 @@ class Proof:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names of the results of which the analysis does not know whether one device computes them."""
+        """The names of the results for which the analysis cannot decide whether one device computes them."""
         return self._with_verdict("unknown")
 
     def _with_verdict(self, verdict: str) -> tuple[str, ...]:

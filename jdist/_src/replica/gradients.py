@@ -42,7 +42,7 @@ class GradientOptions(NamedTuple):
 
 
 class _Override:
-    """Options in place of those of the user; `is_used` becomes True where a step reads them."""
+    """Options in place of the user's; `is_used` becomes True where a step reads them."""
 
     def __init__(self, options: GradientOptions):
         self.options, self.is_used = options, False
@@ -70,7 +70,7 @@ def other_gradient_options(options: GradientOptions) -> Iterator[_Override]:
 
 
 def resolved_options(options: GradientOptions) -> GradientOptions:
-    """Returns the options of a gradient: those of the user, with the changes of `other_gradient_options`."""
+    """Returns the options of a gradient: the user's, with the changes of `other_gradient_options`."""
     override = _override.get()
     if override is None:
         return options
@@ -187,7 +187,7 @@ class GradientTotals(NamedTuple):
     Attributes:
         loss: The weighted total of the losses, divided by their number.
         count: The total of their weights, divided by the number of losses; None without weights, where it is 1. The weights
-            are those of the examples, or those that the loss function returned.
+            are the ones of the examples, or the ones that the loss function returned.
         grads: The gradient of `loss`, possibly in a wider dtype than the parameters.
         params: The parameters that it was differentiated with respect to.
         num_losses: The number of losses.
@@ -320,7 +320,7 @@ def global_loss(
             if weights is not None:
                 params = without_gradient_if(jnp.all(jnp.asarray(weights) == 0))
             total, (_, count, is_masked, _) = scaled_total(params, batch, weights)
-            if is_masked is not None:  # XLA removes what the first trace computes beside the weights
+            if is_masked is not None:  # XLA removes the first trace, except for the weights
                 total, (_, count, _, _) = scaled_total(without_gradient_if(is_masked), batch, weights)
             return total, count
 
@@ -391,8 +391,8 @@ def _scaled_total(
     """Returns a function from parameters, batch and weights to the scaled total, and `(total, count, is_masked, aux)`.
 
     Total and count are divided by the number of losses in all parts, so that the gradients do not overflow in float16. The
-    total is multiplied by `factor`. The count is None without weights. `is_masked` tells whether all weights that the loss
-    returned are 0, and is None if it returned none. `aux` ends with that number of losses.
+    total is multiplied by `factor`. The count is None without weights. `is_masked` is True if all weights that the loss
+    returned are 0, and None if it returned none. `aux` ends with that number of losses.
     """
     dtypes = step_precision.precision
 

@@ -1,4 +1,4 @@
-"""Tables of which a step uses a few rows, such as embeddings."""
+"""Tables from which a step reads few rows, such as embeddings."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def lookup(table: jax.Array, ids: Any) -> jax.Array:
             and ids out of range are clipped.
 
     Returns:
-        `[..., ...]`, the rows in the shape of `ids`.
+        The rows, `[*ids.shape, ...]`.
 
     Raises:
         TypeError: `ids` are not integers.

@@ -71,7 +71,7 @@ class Strategy(Uncopied):
     Args:
         backend: Runs replica functions on the devices.
         cross_device_ops: The implementation of reductions over the replicas.
-        communication_options: Which leaves are reduced together.
+        communication_options: The packing of small leaves, and the time limit of collectives.
         arguments: The arguments of the constructor of the strategy's class that build it again, with devices in place of names.
         cluster_resolver: Describes the processes of the strategy, if it was created with one.
     """
@@ -384,7 +384,7 @@ class Strategy(Uncopied):
         program = step if isinstance(step, Program) else self.step(step)
         if program.backend is not self._backend:
             raise ValueError(
-                "The step was made by another strategy. Pass its function, or a step that this strategy made from it."
+                "Another strategy made the step. Pass its function, or a step that this strategy made of it."
             )
         check_compiler_options(compiler_options)
         try:
@@ -628,7 +628,7 @@ class Strategy(Uncopied):
                 consists of indices, and the program of the step gathers the examples. Order, values and positions are the same.
             buckets: The widths that batches of varying width are padded to, `jdist.data.Buckets((32, 64, 128))`.
             layout: The dimensions of a batch that are split, as in `split`. The weights of `"pad"` are split like the first
-                one. On several processes each one reads the examples of which its devices hold a part.
+                one. Each of several processes reads the examples that its devices hold, or hold a part of.
 
         Returns:
             Batches with the structure of the source's elements and `PerReplica` leaves `[replica, batch / replica, ...]`: for
@@ -721,7 +721,7 @@ def _recorded(strategy: Strategy, name: str, collective: Callable[..., PyTree], 
 
 
 def _span_joined_processes(devices: Sequence[jax.Device]) -> bool:
-    """Whether the devices are attached, and belong to several processes that have joined."""
+    """Whether the devices are attached, and several processes that have joined hold them."""
     is_joined = jax.distributed.is_initialized() and not is_topology_device(devices[0])
     return is_joined and len({device.process_index for device in devices}) > 1
 

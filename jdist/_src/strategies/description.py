@@ -139,14 +139,14 @@ def describe(
     Args:
         name: The name of the strategy.
         backend: The backend of the strategy, which places states.
-        state: A tree, some leaves in wrappers. Arrays are described where they are, `jax.ShapeDtypeStruct`s where the strategy
-            would place them. Other leaves are allowed.
+        state: A tree, some leaves in wrappers. The description of an array is its placement, of a
+            `jax.ShapeDtypeStruct` the placement that the strategy would choose. Other leaves are allowed.
         max_rows: The maximum number of rows of the table. If a state has more leaves, leaves with the same first keys, or whose
             paths differ in a number, share a row.
         proof: The proof of a step of this state, `step.proof`.
 
     Raises:
-        ValueError: `max_rows` is less than 1; or the strategy could not place a leaf with the shape that is given.
+        ValueError: `max_rows` is less than 1; or the strategy could not place a leaf with this shape.
         TypeError: `max_rows` is not an integer.
 
     Example:
@@ -334,6 +334,7 @@ def _leaf_count(leaves: Sequence[LeafDescription]) -> str:
 
 
 def numberless(path: str) -> str:
+    """Returns a path with `*` in place of each number, equal for the layers of a stack."""
     return re.sub(r"\d+", "*", path)
 
 

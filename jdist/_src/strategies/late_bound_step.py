@@ -56,9 +56,8 @@ class Step(Generic[StateT, InputsT, OutputsT]):
         self.options = options
         self._current_strategy = current_strategy
         self._last: Callable[[], Program | None] = _no_program
-        self._last_positional: Callable[[], Program | None] = (
-            _no_program  # the last one, if it takes `args` as they are
-        )
+        # The program that was called last, if it takes `args` as they are.
+        self._last_positional: Callable[[], Program | None] = _no_program
 
     if TYPE_CHECKING:
 

@@ -28,7 +28,7 @@ class MirroredStrategy(Strategy):
             of other processes, if every process passes the same list: `jax.devices()`.
         cross_device_ops: The implementation of reductions: `AllReduce()` by default, `ReductionToOneDevice()`,
             `HierarchicalAllReduce(group_size)`.
-        communication_options: Which leaves are reduced together: `CommunicationOptions(bytes_per_pack)`.
+        communication_options: The packing of small leaves, and the time limit of collectives.
         virtual_replicas: The number of replicas, if it should not be the number of devices. Each device runs several virtual
             replicas sequentially, and sums are computed along one fixed tree, so that results are bitwise equal on any number
             of devices of one kind. Choose a multiple of the number of devices: otherwise every device holds the complete batch.

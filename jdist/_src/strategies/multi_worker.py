@@ -38,7 +38,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             cluster, the strategy uses the devices of this process, and warns of variables of launchers that no resolver reads.
         cross_device_ops: The implementation of reductions: `AllReduce()` by default, `ReductionToOneDevice()`,
             `HierarchicalAllReduce(group_size)`.
-        communication_options: Which leaves are reduced together: `CommunicationOptions(bytes_per_pack)`.
+        communication_options: The packing of small leaves, and the time limit of collectives.
         virtual_replicas: The number of replicas, if it should not be the number of devices, see `MirroredStrategy`. A multiple
             of the number of devices.
         axis_name: The name of the replica axis in replica functions, see `MirroredStrategy`.
@@ -117,7 +117,7 @@ def join_cluster(resolver: ClusterResolver | None) -> ClusterResolver | None:
 def start_devices(platform: str | None = None) -> list[jax.Device]:
     """Returns the devices of all processes. If JAX has not started, it waits for the devices of each process.
 
-    That wait is named every 30 seconds, and has the time limit of a step.
+    A message reports the wait every 30 seconds, and it has the time limit of a step.
     """
     if has_backend():
         return jax.devices(platform)

@@ -1,7 +1,7 @@
 """Policies under which each replica updates its own parameters, with outer steps that synchronize them.
 
-There is one mechanism, `_local_updates`: `streaming_diloco` has an outer step of each parameter fragment, `diloco` one of all
-parameters at once, and the outer step of `local_sgd` is the mean.
+There is one mechanism, `_local_updates`: `streaming_diloco` has an outer step per parameter fragment, `diloco` one outer
+step of all parameters, and the outer step of `local_sgd` is the mean.
 
 Between two outer steps the parameters diverge. `Strategy.init` stores them as `SyncOnRead(MEAN)`, so the host program reads
 their average; the same applies to state that the optimizer computes from one replica's gradients. Which state leaves these are
@@ -205,7 +205,7 @@ def streaming_diloco(
 
 
 def _outer_policies(name: str, outer_optimizer: Any, reduction: Any) -> tuple[Policy, Policy]:
-    """Returns the reduction and the outer optimizer of the policy `name`, by default those of the DiLoCo papers."""
+    """Returns the reduction and the outer optimizer of the policy `name`, by default as in the DiLoCo papers."""
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     reduction = mean() if reduction is None else reduction
@@ -350,7 +350,7 @@ def _init_local_optimizer(name: str, optimizer: Policy, params: PyTree, params_d
 
 def _find_varying(name: str, optimizer: Policy, params: PyTree, state: Any, params_diverge: bool) -> list[bool]:
     """Returns for each leaf of the optimizer's state whether updates can make it vary between replicas."""
-    axes = getattr(current_context(), "axes", ()) or ("replica",)  # a state made on the host has no axes
+    axes = getattr(current_context(), "axes", ()) or ("replica",)  # no axes where the host makes the state
     leaves, treedef = jax.tree.flatten(state)
 
     def update(grads: PyTree, leaves: list[Any], params: PyTree) -> list[Any]:

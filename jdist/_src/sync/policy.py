@@ -17,7 +17,7 @@ Policy: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 def make_policy(init: Callable[..., Any], update: Callable[..., Any]) -> Policy:
-    """Returns the policy of these functions. Their types are not those of optax: each policy has its own type of state."""
+    """Returns the policy of these functions. Their types differ from optax's: each policy has its own type of state."""
     return Policy(init, update)
 
 

@@ -14,7 +14,7 @@ from jdist._src.values.reduce_op import ReduceOp
 def mean() -> Policy:
     """Averages the gradients over the replicas: the result is the gradient of the global batch.
 
-    Place it before the optimizer, and before clipping, which then sees the reduced gradient.
+    Place it before the optimizer, and before clipping, which then receives the reduced gradient.
 
     Returns:
         A transformation of each replica's gradients `[...]` into their mean; replicated.

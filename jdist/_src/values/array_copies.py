@@ -60,7 +60,7 @@ def read_replicated(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     """Returns the values of replicated arrays. One shard of each is read, in half the time of `jax.device_get`."""
     shards = [x.addressable_data(0) for x in materialize(arrays)]
     if not all(device.platform == "cpu" for x in shards[:1] for device in x.devices()):
-        for shard in shards:  # a copy from a GPU takes 0.3 ms, most of which is a wait: one wait for all of them
+        for shard in shards:  # a copy from a GPU takes 0.3 ms, mostly a wait: one wait for all of them
             shard.copy_to_host_async()
     return list(map(np.asarray, shards))
 

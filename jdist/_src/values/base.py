@@ -1,4 +1,4 @@
-"""Distributed values: the wrappers that say how the leaves of a tree are placed on the devices of a mesh.
+"""Distributed values: the wrappers that specify how the leaves of a tree are placed on the devices of a mesh.
 
 Terms:
 
@@ -53,7 +53,7 @@ class DistributedValues(abc.ABC):
 
     @property
     def _arrays(self) -> PyTree:
-        """The tree, with the values of arrays that are in another place."""
+        """The tree, with the values of its remote arrays."""
         return materialize(self.tree)
 
     @classmethod

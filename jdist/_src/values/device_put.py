@@ -35,7 +35,7 @@ def check_wrapper(name: str, node: Any, replicas: Replicas) -> None:
 
 
 def check_not_nested(name: str, node: Any) -> None:
-    """Raises TypeError if `node` is a wrapper around another wrapper, or around leaves that cannot be aggregated as it says."""
+    """Raises TypeError if `node` is a wrapper around another wrapper, or around leaves that do not support its aggregation."""
     if not is_distributed(node):
         return
     aggregation = getattr(node, "aggregation", VariableAggregation.NONE)

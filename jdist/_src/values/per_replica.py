@@ -53,8 +53,8 @@ class PerReplica(_ReadOnDemand, DistributedValues):
         tree: On the host, a tree of `[replica, ...]` arrays, sharded along the first dimension.
         shapes: None, or for each leaf the shape on each replica, where the replicas hold values of different shapes. The rows
             are then padded with zeros to one shape; `values` returns them without padding. See `padded`.
-        spec: None, or the `PartitionSpec` of the leaves, where another one than that of a batch was chosen: `layout=` of
-            `Strategy.split`. A step takes the leaves with this sharding.
+        spec: None, or the `PartitionSpec` of the leaves that `layout=` of `Strategy.split` specified, where it differs from the
+            default of a batch. A step takes the leaves with this sharding.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -174,7 +174,7 @@ _set_unread = _ReadOnDemand.__dict__["_unread"].__set__
 
 
 def unread_rows(value: Any) -> UnreadRows | None:
-    """Returns the rows of a value made by `unread` whose tree was not read, or None."""
+    """Returns the rows of a value that `unread` has made and whose tree was not read, or None."""
     try:
         return object.__getattribute__(value, "_unread")
     except AttributeError:

@@ -160,7 +160,7 @@ def local_arrays(inputs: Any) -> list[jax.Array]:
 
 
 def record_local_arrays(name: str, inputs: Any) -> None:
-    """Records the local arrays of an earlier call: those of this one may wait for programs that are not finished."""
+    """Records the local arrays of an earlier call: the arrays of this call may wait for programs that are not finished."""
     _unread.append((name, local_arrays(inputs)))
     if len(_unread) > _CALLS_UNTIL_READ:
         _record_oldest()

@@ -1,4 +1,4 @@
-"""`RemoteArray`: an array whose value is in another place; and `materialize`, which reads those of a tree."""
+"""`RemoteArray`: an array whose value is stored elsewhere; and `materialize`, which reads the remote arrays of a tree."""
 
 import abc
 import math

@@ -88,8 +88,8 @@ class StateSharding:
         patterns: Maps regular expressions, searched in the paths of parameters (`params/dense/kernel`), to their
             `PartitionSpec`.
         tile: ZeRO splits the last dimensions only into multiples of these sizes.
-        host_tile: None, or the sizes of which the last dimensions of a part of an optimizer's array must be multiples, for the
-            array to be stored in host memory; `()` for all arrays.
+        host_tile: None, or sizes: an array of an optimizer is stored in host memory if the last dimensions of its parts are
+            multiples of them; `()` for all arrays.
         replica_axes: The mesh axes over which the first dimension of a `[replica, ...]` leaf is split. A leaf is split over the
             other axes of the mesh only.
         first_match: Whether the first pattern that matches applies, and patterns may match nothing. Leaves of one element are
@@ -473,7 +473,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
-    # The state of a `Trainer` is stored in a container whose key has no name: paths do not include it.
+    # The state of a `Trainer` is stored in a container whose key is an empty name: paths do not include it.
     return tuple(filter(None, (jax.tree_util.keystr((key,), simple=True) for key in path)))
 
 

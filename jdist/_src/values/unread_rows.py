@@ -15,7 +15,7 @@ from jdist._src.core import jax_compat
 
 
 class BatchGroup(abc.ABC):
-    """Batches that are made together."""
+    """Batches that one program makes."""
 
     @abc.abstractmethod
     def leaves(self, number: int) -> list[jax.Array]:
@@ -23,7 +23,7 @@ class BatchGroup(abc.ABC):
 
     @abc.abstractmethod
     def stacked(self, rows: "Sequence[UnreadRows]") -> "StackedRows | None":
-        """Returns the same leaf of several batches, the first of this group; None if they cannot be made together."""
+        """Returns the same leaf of several batches, the first of this group; None if one program cannot make them."""
 
 
 class UnreadRows(NamedTuple):
