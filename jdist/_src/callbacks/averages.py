@@ -52,7 +52,7 @@ class EMA(Callback):
 
     Example:
         >>> average = jdist.callbacks.EMA(0.999)
-        >>> # Afterwards: trainer.evaluate(dataclasses.replace(fit.state, params=average.params), data, batch_size=64)
+        >>> # Afterwards: state = dataclasses.replace(fit.state, params=average.params)
     """
 
     is_collective = True

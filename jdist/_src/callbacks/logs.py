@@ -130,7 +130,9 @@ class JSONLog(_Log):
         ValueError: Raised before the first step: the file is not writable, or exists and is not such a log.
 
     Example:
-        >>> log = jdist.callbacks.JSONLog("run/log.jsonl", also=[jdist.callbacks.learning_rate()])
+        >>> log = jdist.callbacks.JSONLog(
+        ...     "run/log.jsonl", also=[jdist.callbacks.learning_rate()]
+        ... )
     """
 
     def _rows(self, text: str) -> list[Row]:

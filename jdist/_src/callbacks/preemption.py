@@ -36,13 +36,20 @@ class Preemption(Callback):
     Example:
         >>> import tempfile
         >>> trainer = jdist.Trainer(
-        ...     (lambda key, x: jax.numpy.zeros(3), lambda w, x: x @ w), optax.sgd(0.1), optax.squared_error,
+        ...     (lambda key, x: jax.numpy.zeros(3), lambda w, x: x @ w),
+        ...     optax.sgd(0.1),
+        ...     optax.squared_error,
         ...     strategy=jdist.OneDeviceStrategy("cpu:0"),
         ... )
-        >>> with tempfile.TemporaryDirectory() as folder, jdist.Checkpointer(folder, every=2) as checkpointer:
+        >>> with (
+        ...     tempfile.TemporaryDirectory() as folder,
+        ...     jdist.Checkpointer(folder, every=2) as checkpointer,
+        ... ):
         ...     data = (np.ones((10, 3), np.float32), np.ones(10, np.float32))
         ...     callbacks = [jdist.callbacks.Checkpoint(checkpointer), Preemption(checkpointer)]
-        ...     fit = trainer.fit(data, batch_size=2, callbacks=callbacks, resume=checkpointer, progress="off")
+        ...     fit = trainer.fit(
+        ...         data, batch_size=2, callbacks=callbacks, resume=checkpointer, progress="off"
+        ...     )
         ...     print(checkpointer.steps())
         (2, 4, 5)
     """

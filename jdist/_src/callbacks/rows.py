@@ -86,7 +86,9 @@ class Rows(RowWriter):
 
     Example:
         >>> rows = []
-        >>> callback = jdist.callbacks.Rows(lambda row, step: rows.append((step, row["loss"])), every=100)
+        >>> callback = jdist.callbacks.Rows(
+        ...     lambda row, step: rows.append((step, row["loss"])), every=100
+        ... )
     """
 
     def __init__(self, function: Callable[..., Any], *, every: int | None = None, also: Sequence[ExtraColumns] = ()):

@@ -34,12 +34,16 @@ class TensorBoard(RowWriter):
     Example:
         >>> import os, tempfile
         >>> trainer = jdist.Trainer(
-        ...     (lambda key, x: jax.numpy.zeros(3), lambda w, x: x @ w), optax.sgd(0.1), optax.squared_error,
+        ...     (lambda key, x: jax.numpy.zeros(3), lambda w, x: x @ w),
+        ...     optax.sgd(0.1),
+        ...     optax.squared_error,
         ...     strategy=jdist.OneDeviceStrategy("cpu:0"),
         ... )
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     data = (np.ones((10, 3), np.float32), np.ones(10, np.float32))
-        ...     fit = trainer.fit(data, batch_size=2, callbacks=[TensorBoard(folder)], progress="off")
+        ...     fit = trainer.fit(
+        ...         data, batch_size=2, callbacks=[TensorBoard(folder)], progress="off"
+        ...     )
         ...     print(len(os.listdir(folder)))
         1
     """

@@ -55,7 +55,10 @@ def is_below(path: str, paths: Sequence[str] | None, separator: str = "/") -> bo
         separator: The separator of the parts of paths.
 
     Example:
-        >>> is_below("params/encoder/w", ["params/encoder"]), is_below("params/encoder_2/w", ["params/encoder"])
+        >>> (
+        ...     is_below("params/encoder/w", ["params/encoder"]),
+        ...     is_below("params/encoder_2/w", ["params/encoder"]),
+        ... )
         (True, False)
     """
     return paths is None or any(path == parent or path.startswith(parent + separator) for parent in paths)

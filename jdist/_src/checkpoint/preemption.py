@@ -53,7 +53,9 @@ class PreemptionCheckpointHandler:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> step = strategy.step(lambda w, x: (w + jdist.all_reduce("mean", x.mean()), None))
         >>> folder = tempfile.TemporaryDirectory()
-        >>> batches = iter(strategy.distribute_dataset(np.arange(6, dtype=np.float32), batch_size=2))
+        >>> batches = iter(
+        ...     strategy.distribute_dataset(np.arange(6, dtype=np.float32), batch_size=2)
+        ... )
         >>> with jdist.Checkpointer(folder.name) as checkpointer:
         ...     state = strategy.put(0.0)
         ...     if checkpointer.latest is not None:

@@ -64,7 +64,10 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
     """Returns the leaves of a tree in JAX's order.
 
     Example:
-        >>> [(leaf.path, leaf.wrapper) for leaf in leaves_of({"w": 1, "seen": [jdist.Mirrored(2)]})]
+        >>> [
+        ...     (leaf.path, leaf.wrapper)
+        ...     for leaf in leaves_of({"w": 1, "seen": [jdist.Mirrored(2)]})
+        ... ]
         [('seen/0', Mirrored(2)), ('w', None)]
     """
     leaves = []

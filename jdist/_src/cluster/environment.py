@@ -74,7 +74,12 @@ class EnvironmentClusterResolver(SimpleClusterResolver):
 
     Example:
         >>> resolver = EnvironmentClusterResolver(
-        ...     environ={"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
+        ...     environ={
+        ...         "MASTER_ADDR": "10.0.0.1",
+        ...         "MASTER_PORT": "29500",
+        ...         "WORLD_SIZE": "4",
+        ...         "RANK": "3",
+        ...     }
         ... )
         >>> resolver.master(), resolver.num_processes, resolver.process_id
         ('10.0.0.1:29500', 4, 3)

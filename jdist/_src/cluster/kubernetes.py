@@ -54,7 +54,8 @@ class KubernetesClusterResolver(SimpleClusterResolver):
 
     Example:
         >>> resolver = KubernetesClusterResolver(
-        ...     coordinator_address="train-0.train:8476", environ={"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": "2"}
+        ...     coordinator_address="train-0.train:8476",
+        ...     environ={"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": "2"},
         ... )
         >>> resolver.master(), resolver.num_processes, resolver.process_id
         ('train-0.train:8476', 2, 1)

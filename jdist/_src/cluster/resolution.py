@@ -43,7 +43,11 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver:
         ValueError: The settings of a resolver are incomplete or malformed. The resolvers after it are not tried.
 
     Example:
-        >>> environ = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:8476", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+        >>> environ = {
+        ...     "JAX_COORDINATOR_ADDRESS": "10.0.0.1:8476",
+        ...     "JAX_NUM_PROCESSES": "2",
+        ...     "JAX_PROCESS_ID": "1",
+        ... }
         >>> resolver = jdist.cluster.resolve(environ)
         >>> type(resolver).__name__, resolver.process_id
         ('EnvironmentClusterResolver', 1)

@@ -9,7 +9,9 @@ class ClusterResolver(Protocol):
     """The processes of a cluster, and the index of this process among them.
 
     Example:
-        >>> resolver = jdist.cluster.TPUClusterResolver(environ={"TPU_WORKER_HOSTNAMES": "localhost"})
+        >>> resolver = jdist.cluster.TPUClusterResolver(
+        ...     environ={"TPU_WORKER_HOSTNAMES": "localhost"}
+        ... )
         >>> isinstance(resolver, jdist.cluster.ClusterResolver)
         True
     """

@@ -38,9 +38,18 @@ class SageMakerClusterResolver(SimpleClusterResolver):
 
     Example:
         >>> resolver = SageMakerClusterResolver(
-        ...     environ={"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "8"}
+        ...     environ={
+        ...         "SM_HOSTS": '["algo-1", "algo-2"]',
+        ...         "SM_CURRENT_HOST": "algo-2",
+        ...         "SM_NUM_GPUS": "8",
+        ...     }
         ... )
-        >>> resolver.master(), resolver.num_processes, resolver.process_id, resolver.num_accelerators()
+        >>> (
+        ...     resolver.master(),
+        ...     resolver.num_processes,
+        ...     resolver.process_id,
+        ...     resolver.num_accelerators(),
+        ... )
         ('algo-1:2223', 2, 1, {'GPU': 8})
     """
 

@@ -51,7 +51,9 @@ class SimpleClusterResolver:
 
     Example:
         >>> resolver = SimpleClusterResolver(
-        ...     {"chief": ["10.0.0.1:8476"], "worker": ["10.0.0.2:8476", "10.0.0.3:8476"]}, task_type="worker", task_id=1
+        ...     {"chief": ["10.0.0.1:8476"], "worker": ["10.0.0.2:8476", "10.0.0.3:8476"]},
+        ...     task_type="worker",
+        ...     task_id=1,
         ... )
         >>> resolver.master(), resolver.num_processes, resolver.process_id, resolver.is_chief
         ('10.0.0.1:8476', 3, 2, False)

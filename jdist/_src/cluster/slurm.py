@@ -56,7 +56,12 @@ class SlurmClusterResolver(SimpleClusterResolver):
         ...         "SLURM_GPUS_ON_NODE": "4",
         ...     },
         ... )
-        >>> resolver.master(), resolver.num_processes, resolver.process_id, resolver.local_device_ids
+        >>> (
+        ...     resolver.master(),
+        ...     resolver.num_processes,
+        ...     resolver.process_id,
+        ...     resolver.local_device_ids,
+        ... )
         ('gpu01:8476', 4, 3, (2, 3))
     """
 

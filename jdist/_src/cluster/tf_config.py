@@ -30,7 +30,8 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         ValueError: `TF_CONFIG` is not JSON, or does not describe a cluster with this process.
 
     Example:
-        >>> text = '{"cluster": {"worker": ["10.0.0.1:8476", "10.0.0.2:8476"]}, "task": {"type": "worker", "index": 1}}'
+        >>> cluster = '{"worker": ["10.0.0.1:8476", "10.0.0.2:8476"]}'
+        >>> text = f'{{"cluster": {cluster}, "task": {{"type": "worker", "index": 1}}}}'
         >>> resolver = TFConfigClusterResolver(environ={"TF_CONFIG": text})
         >>> resolver.master(), resolver.num_processes, resolver.process_id
         ('10.0.0.1:8476', 2, 1)

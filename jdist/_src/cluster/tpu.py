@@ -72,9 +72,18 @@ class TPUClusterResolver(SimpleClusterResolver):
 
     Example:
         >>> resolver = TPUClusterResolver(
-        ...     environ={"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", "TPU_WORKER_ID": "1", "TPU_TOPOLOGY": "2x4"}
+        ...     environ={
+        ...         "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2",
+        ...         "TPU_WORKER_ID": "1",
+        ...         "TPU_TOPOLOGY": "2x4",
+        ...     }
         ... )
-        >>> resolver.master(), resolver.num_processes, resolver.process_id, resolver.num_accelerators()
+        >>> (
+        ...     resolver.master(),
+        ...     resolver.num_processes,
+        ...     resolver.process_id,
+        ...     resolver.num_accelerators(),
+        ... )
         ('10.0.0.1:8482', 2, 1, {'TPU': 4})
         >>> resolver.initialize()  # doctest: +SKIP
     """

@@ -25,7 +25,9 @@ class UnionResolver(SimpleClusterResolver):
 
     Example:
         >>> servers = SimpleClusterResolver({"ps": ["10.0.0.9:8476"]})
-        >>> workers = SimpleClusterResolver({"worker": ["10.0.0.1:8476", "10.0.0.2:8476"]}, task_type="worker", task_id=1)
+        >>> workers = SimpleClusterResolver(
+        ...     {"worker": ["10.0.0.1:8476", "10.0.0.2:8476"]}, task_type="worker", task_id=1
+        ... )
         >>> union = UnionResolver(workers, servers)
         >>> union.num_processes, union.process_id, union.cluster_spec()["ps"]
         (2, 1, {0: '10.0.0.9:8476'})

@@ -114,8 +114,12 @@ class AllReduce(CrossDeviceOps):
         Parallel and Distributed Computing 69 (2009): an all-reduce is a reduce-scatter and an all-gather.
 
     Example:
-        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=AllReduce(bytes_to_scatter=0))
-        >>> strategy.run(lambda: jdist.all_reduce("sum", np.arange(3) + jdist.replica_id())).tolist()
+        >>> strategy = jdist.MirroredStrategy(
+        ...     ["cpu:0", "cpu:1"], cross_device_ops=AllReduce(bytes_to_scatter=0)
+        ... )
+        >>> strategy.run(
+        ...     lambda: jdist.all_reduce("sum", np.arange(3) + jdist.replica_id())
+        ... ).tolist()
         [1, 3, 5]
     """
 
@@ -153,7 +157,9 @@ class ReductionToOneDevice(CrossDeviceOps):
     for few and small values.
 
     Example:
-        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ReductionToOneDevice())
+        >>> strategy = jdist.MirroredStrategy(
+        ...     ["cpu:0", "cpu:1"], cross_device_ops=ReductionToOneDevice()
+        ... )
         >>> float(strategy.run(lambda: jdist.all_reduce("mean", jdist.replica_id())))
         0.5
     """
@@ -183,7 +189,9 @@ class HierarchicalAllReduce(CrossDeviceOps):
         all-reduce.
 
     Example:
-        >>> strategy = jdist.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(group_size=4))
+        >>> strategy = jdist.MirroredStrategy(
+        ...     cross_device_ops=HierarchicalAllReduce(group_size=4)
+        ... )
         >>> dict(strategy.mesh.shape)
         {'group': 2, 'replica': 4}
         >>> strategy.run(lambda: jdist.all_reduce("sum", jdist.replica_id())).tolist()

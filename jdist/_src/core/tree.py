@@ -62,7 +62,10 @@ def describe_tree(tree: PyTree, max_length: int = 100) -> str:
     """Returns `tree` in one line for messages: dtypes and shapes in place of leaves, or their number if the text is too long.
 
     Example:
-        >>> describe_tree((np.zeros((4, 2), np.float32), {"n": 3})), describe_tree([np.zeros(2)] * 99)
+        >>> (
+        ...     describe_tree((np.zeros((4, 2), np.float32), {"n": 3})),
+        ...     describe_tree([np.zeros(2)] * 99),
+        ... )
         ('(float32[4,2], {n: 3})', 'list of 99 arrays')
     """
     with contextlib.suppress(Exception):  # the class of a node may not accept texts as its leaves
@@ -76,7 +79,11 @@ def one_line(value: Any, max_length: int = 80) -> str:
     """Returns `repr(value)` for messages, on one line and shortened; for arrays and trees of them their dtypes and shapes.
 
     Example:
-        >>> one_line("adam"), one_line(np.zeros((1000, 3), np.float32)), one_line({"w": np.ones(99)})
+        >>> (
+        ...     one_line("adam"),
+        ...     one_line(np.zeros((1000, 3), np.float32)),
+        ...     one_line({"w": np.ones(99)}),
+        ... )
         ("'adam'", 'float32[1000,3]', '{w: float64[99]}')
         >>> one_line(np.int64(0))  # a value, unlike an array
         'np.int64(0)'

@@ -33,7 +33,9 @@ class Buckets:
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> batches = lambda: (np.ones((2, width), np.int32) for width in (3, 7, 4))
-        >>> for batch in strategy.distribute_dataset(batches, batch_size=None, buckets=jdist.data.Buckets((4, 8))):
+        >>> for batch in strategy.distribute_dataset(
+        ...     batches, batch_size=None, buckets=jdist.data.Buckets((4, 8))
+        ... ):
         ...     print(batch)
         PerReplica(int32[2,1,4])
         PerReplica(int32[2,1,8])

@@ -137,7 +137,9 @@ class DistributedDataset:
         """Returns the data set with another number of epochs; None for an infinite data set.
 
         Example:
-            >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(np.arange(6), batch_size=2)
+            >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(
+            ...     np.arange(6), batch_size=2
+            ... )
             >>> len(dataset), len(dataset.repeated(4))
             (3, 12)
 
@@ -157,7 +159,9 @@ class DistributedDataset:
             TypeError: `index` is not an integer.
 
         Example:
-            >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(np.arange(4), batch_size=4, shuffle=True)
+            >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(
+            ...     np.arange(4), batch_size=4, shuffle=True
+            ... )
             >>> [next(iter(dataset.reshuffled(reader))).tree.tolist() for reader in range(2)]
             [[[1, 3, 0, 2]], [[1, 2, 3, 0]]]
         """

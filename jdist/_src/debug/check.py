@@ -55,9 +55,16 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckReport:
         >>> def step(w, x):
         ...     gradient = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
         ...     return w - 0.1 * gradient  # the mean over the devices is missing
-        >>> mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+        >>> mesh = jax.make_mesh(
+        ...     (2,),
+        ...     ("data",),
+        ...     axis_types=(jax.sharding.AxisType.Auto,),
+        ...     devices=jax.devices()[:2],
+        ... )
         >>> specs = dict(in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
-        >>> report = jdist.check(jax.shard_map(step, mesh=mesh, **specs), jnp.ones(3), jnp.ones((8, 3)))
+        >>> report = jdist.check(
+        ...     jax.shard_map(step, mesh=mesh, **specs), jnp.ones(3), jnp.ones((8, 3))
+        ... )
         >>> report.functions[0].results[0].replication.text, report.num_findings
         ('not proved', 1)
     """

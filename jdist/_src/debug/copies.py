@@ -107,10 +107,12 @@ def check_replicated(tree: PyTree) -> None:
         >>> jdist.debug.check_replicated(state)
         >>> blocks = [shard.data for shard in state["w"].addressable_shards]
         >>> blocks[1] = blocks[1].at[2].set(-0.0)
-        >>> state["w"] = jax.make_array_from_single_device_arrays((4,), state["w"].sharding, blocks)
+        >>> state["w"] = jax.make_array_from_single_device_arrays(
+        ...     (4,), state["w"].sharding, blocks
+        ... )
         >>> jdist.debug.check_replicated(state)
         Traceback (most recent call last):
-        jdist.debug.CopiesDifferError: The copies of ['w'] float32[4] differ: cpu:1 (device 1 of the mesh, process 0) ...
+        jdist.debug.CopiesDifferError: The copies of ['w'] float32[4] differ: cpu:1 ...
     """
     raise_differences(start_comparison(tree))
 

@@ -42,11 +42,16 @@ def find_slow_lines() -> Iterator[None]:
         >>> step = strategy.step(lambda w, x: (w + 1, jdist.all_reduce("mean", x.mean())))
         >>> w, x = strategy.put(0), strategy.split(np.ones(8, np.float32))
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True, action="always") as found, jdist.debug.find_slow_lines():
+        >>> with (
+        ...     warnings.catch_warnings(record=True, action="always") as found,
+        ...     jdist.debug.find_slow_lines(),
+        ... ):
         ...     for _ in range(10):
         ...         w, loss = step(w, x)
         ...         total = float(loss)
-        >>> print(str(found[0].message).partition(" at ")[2].partition(": ")[2].partition(".")[0])
+        >>> print(
+        ...     str(found[0].message).partition(" at ")[2].partition(": ")[2].partition(".")[0]
+        ... )
         float32[] is read on the host after 10 of 10 steps, and each read waits for the step
     """
     recorder = _Recorder()

@@ -83,7 +83,10 @@ def collectives(program: str | jax.stages.Compiled, mesh: Mesh | None = None) ->
         >>> step = lambda state, x: (state - jdist.all_reduce("mean", x), None)
         >>> shapes = np.zeros(8, np.float32), jdist.PerReplica(np.zeros((2, 8), np.float32))
         >>> program = strategy.compile(step, *shapes)
-        >>> [(each.kind, each.bytes_sent, each.axes) for each in jdist.hlo.collectives(program, strategy.mesh)]
+        >>> [
+        ...     (each.kind, each.bytes_sent, each.axes)
+        ...     for each in jdist.hlo.collectives(program, strategy.mesh)
+        ... ]
         [('all-reduce', 32.0, ('replica',))]
     """
     if not isinstance(program, str | jax.stages.Compiled):

@@ -47,7 +47,8 @@ class XlaFlags:
 
     Example:
         >>> [flag.name for flag in xla_flags("tpu").flags]
-        ['xla_tpu_enable_data_parallel_all_reduce_opt', 'xla_tpu_data_parallel_opt_different_sized_ops']
+        ['xla_tpu_enable_data_parallel_all_reduce_opt',
+         'xla_tpu_data_parallel_opt_different_sized_ops']
     """
 
     platform: str
@@ -201,7 +202,8 @@ def xla_flags(platform: str) -> XlaFlags:
 
     Example:
         >>> print(xla_flags("tpu"))
-        --xla_tpu_enable_data_parallel_all_reduce_opt=true --xla_tpu_data_parallel_opt_different_sized_ops=true
+        --xla_tpu_enable_data_parallel_all_reduce_opt=true
+        --xla_tpu_data_parallel_opt_different_sized_ops=true
     """
     name = platform.lower() if isinstance(platform, str) else platform
     if not isinstance(name, str) or name not in _RECOMMENDED:

@@ -35,12 +35,16 @@ class Loaded:
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/line"
         >>> line = lambda state, x: x @ state["w"]
-        >>> jdist.export(path, line, {"w": np.ones((3, 2), np.float32)}, (np.zeros((1, 3), np.float32),))
+        >>> jdist.export(
+        ...     path, line, {"w": np.ones((3, 2), np.float32)}, (np.zeros((1, 3), np.float32),)
+        ... )
         >>> loaded = jdist.load(path)
         >>> loaded
         Loaded(x: float32[batch,3] -> float32[batch,2]; 1 array of weights, 24 bytes)
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> batch = strategy.distribute_values_from_function(lambda c: np.ones((4, 3), np.float32))
+        >>> batch = strategy.distribute_values_from_function(
+        ...     lambda c: np.ones((4, 3), np.float32)
+        ... )
         >>> strategy.run(loaded.apply, (strategy.put(loaded.state), batch))
         PerReplica(float32[2,4,2])
     """
@@ -99,7 +103,9 @@ def load(path: Path) -> Loaded:
     Example:
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/double"
-        >>> jdist.export(path, lambda state, x: x * state, np.float32(2), (np.zeros(1, np.float32),))
+        >>> jdist.export(
+        ...     path, lambda state, x: x * state, np.float32(2), (np.zeros(1, np.float32),)
+        ... )
         >>> jdist.load(path)(np.arange(3, dtype=np.float32)).tolist()
         [0.0, 2.0, 4.0]
     """

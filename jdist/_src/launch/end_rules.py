@@ -97,7 +97,10 @@ class AttemptResult(NamedTuple):
         After a signal, it is `PREEMPTED` if the processes have saved a checkpoint.
 
         Example:
-            >>> [AttemptResult(statuses, None, 15).exit_status for statuses in ((0, -15), (42, 42), (0, 0))]
+            >>> [
+            ...     AttemptResult(statuses, None, 15).exit_status
+            ...     for statuses in ((0, -15), (42, 42), (0, 0))
+            ... ]
             [143, 42, 0]
         """
         if self.first_failure is not None:

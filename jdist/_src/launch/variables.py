@@ -36,9 +36,18 @@ def process_variables(
 
     Example:
         >>> variables = process_variables(
-        ...     {}, coordinator="h:1", num_processes=4, first_process=2, num_local_processes=2, cores=8
+        ...     {},
+        ...     coordinator="h:1",
+        ...     num_processes=4,
+        ...     first_process=2,
+        ...     num_local_processes=2,
+        ...     cores=8,
         ... )
-        >>> variables[3]["JDIST_PROCESS_ID"], variables[3]["JDIST_LOCAL_PROCESS_ID"], variables[3]["NPROC"]
+        >>> (
+        ...     variables[3]["JDIST_PROCESS_ID"],
+        ...     variables[3]["JDIST_LOCAL_PROCESS_ID"],
+        ...     variables[3]["NPROC"],
+        ... )
         ('3', '1', '4')
     """
     shared = {

@@ -19,7 +19,9 @@ class Partitioner(Protocol):
     """Determines the number of shards of a leaf: a function, or an object with `__call__`.
 
     Example:
-        >>> large_leaves = lambda shape, dtype, axis=0: [4 if shape[0] > 1000 else 1] + [1] * (len(shape) - 1)
+        >>> large_leaves = lambda shape, dtype, axis=0: (
+        ...     [4 if shape[0] > 1000 else 1] + [1] * (len(shape) - 1)
+        ... )
         >>> isinstance(large_leaves, jdist.Partitioner)
         True
     """
@@ -105,7 +107,10 @@ class MaxSizePartitioner:
         TypeError: A number is not an integer.
 
     Example:
-        >>> jdist.MaxSizePartitioner(8)((6, 1), np.float32), jdist.MaxSizePartitioner(8, max_shards=2)((6, 1), np.float32)
+        >>> (
+        ...     jdist.MaxSizePartitioner(8)((6, 1), np.float32),
+        ...     jdist.MaxSizePartitioner(8, max_shards=2)((6, 1), np.float32),
+        ... )
         ([3, 1], [2, 1])
     """
 

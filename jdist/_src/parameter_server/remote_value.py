@@ -22,7 +22,8 @@ class RemoteValue:
         >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
         >>> value = coordinator.schedule(jax.numpy.arange, (3,))
         >>> value.fetch(), value.get(), value
-        (array([0, 1, 2], dtype=int32), Array([0, 1, 2], dtype=int32), RemoteValue(arange, done))
+        (array([0, 1, 2], dtype=int32), Array([0, 1, 2], dtype=int32),
+         RemoteValue(arange, done))
     """
 
     def __init__(self, future: Future[Any], name: str):

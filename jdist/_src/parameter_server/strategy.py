@@ -85,7 +85,9 @@ class ParameterServerStrategy(Strategy):
         ...     grad = jax.grad(lambda w: jax.numpy.mean((w - x) ** 2))(w)
         ...     return w - 0.1 * jdist.all_reduce("mean", grad), None
         >>> w = strategy.init(lambda: jax.numpy.zeros(3))
-        >>> for batch in strategy.distribute_dataset(np.ones((400, 3), np.float32), batch_size=4):
+        >>> for batch in strategy.distribute_dataset(
+        ...     np.ones((400, 3), np.float32), batch_size=4
+        ... ):
         ...     w, _ = descend(w, batch)
         >>> [round(x, 2) for x in w.tolist()]
         [1.0, 1.0, 1.0]

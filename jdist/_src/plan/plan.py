@@ -185,7 +185,9 @@ def plan(
         ...     loss, grad = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
         ...     return w - 0.1 * jdist.all_reduce("mean", grad), jdist.all_reduce("mean", loss)
         >>> batch = jdist.PerReplica(jax.ShapeDtypeStruct((16, 8, 1024), "float32"))
-        >>> plan = jdist.plan(strategy, step, lambda: jax.numpy.zeros((1024, 1024)), batch, over=[8, 512])
+        >>> plan = jdist.plan(
+        ...     strategy, step, lambda: jax.numpy.zeros((1024, 1024)), batch, over=[8, 512]
+        ... )
         >>> plan
         Plan(step, 8 devices: fits, 512 devices: fits)
         >>> [size.memory.parameters for size in plan.sizes], plan.sizes[0].collectives[0].kind

@@ -116,10 +116,27 @@ class ProfileSummary:
         missing: The processes whose part is missing: they ended, failed, or did not open the profile.
 
     Example:
-        >>> times = dict(compute=3.0, collectives=1.0, exposed_collectives=0.5, input=0.0, compile=0.0, host=0.5)
+        >>> times = dict(
+        ...     compute=3.0,
+        ...     collectives=1.0,
+        ...     exposed_collectives=0.5,
+        ...     input=0.0,
+        ...     compile=0.0,
+        ...     host=0.5,
+        ... )
         >>> device = DeviceTime(0, "tpu:0", **times)
-        >>> process = ProcessTime(0, seconds=4.0, working=3.5, input=0.1, dispatch=0.1, compile=0.0, trace="vm.xplane.pb")
-        >>> summary = ProfileSummary("run/trace", (device,), (process,), examples={0: 32, 1: 16})
+        >>> process = ProcessTime(
+        ...     0,
+        ...     seconds=4.0,
+        ...     working=3.5,
+        ...     input=0.1,
+        ...     dispatch=0.1,
+        ...     compile=0.0,
+        ...     trace="vm.xplane.pb",
+        ... )
+        >>> summary = ProfileSummary(
+        ...     "run/trace", (device,), (process,), examples={0: 32, 1: 16}
+        ... )
         >>> summary.parts["compute"], round(summary.imbalance, 2), summary.stragglers
         (0.75, 1.33, ())
     """

@@ -131,7 +131,11 @@ class ReplicaContext:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> def total(strategy, value):
             ...     return strategy.reduce("sum", value, axis=None)
-            >>> float(strategy.run(lambda: jdist.get_replica_context().merge_call(total, (jdist.replica_id(),))))
+            >>> float(
+            ...     strategy.run(
+            ...         lambda: jdist.get_replica_context().merge_call(total, (jdist.replica_id(),))
+            ...     )
+            ... )
             1.0
         """
         if not isinstance(args, (tuple, list)):
@@ -342,7 +346,9 @@ def reduce_scatter(op: ReduceOp | ReduceOpName, tree: PyTree, *, axis: int = 0) 
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> shards = strategy.run(lambda: jdist.reduce_scatter("sum", jnp.arange(4.0) + jdist.replica_id()))
+        >>> shards = strategy.run(
+        ...     lambda: jdist.reduce_scatter("sum", jnp.arange(4.0) + jdist.replica_id())
+        ... )
         >>> [shard.tolist() for shard in shards.values]
         [[1.0, 3.0], [5.0, 7.0]]
     """

@@ -20,7 +20,10 @@ def are_finite(tree: PyTree) -> jax.Array:
     """Returns whether all floats of `tree` are finite, bool `[]`.
 
     Example:
-        >>> bool(are_finite({"w": jnp.ones(3), "n": 2})), bool(are_finite([jnp.float16(jnp.inf)]))
+        >>> (
+        ...     bool(are_finite({"w": jnp.ones(3), "n": 2})),
+        ...     bool(are_finite([jnp.float16(jnp.inf)])),
+        ... )
         (True, False)
     """
     leaves = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]

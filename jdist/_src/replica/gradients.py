@@ -153,9 +153,13 @@ def value_and_grad(
         >>> @strategy.step
         ... def descend(w, batch):
         ...     x, weights = batch
-        ...     loss, grad = jdist.value_and_grad(lambda w, x: (w - x) ** 2, micro_batches=2, weights=weights)(w, x)
+        ...     loss, grad = jdist.value_and_grad(
+        ...         lambda w, x: (w - x) ** 2, micro_batches=2, weights=weights
+        ...     )(w, x)
         ...     return w - 0.5 * jdist.all_reduce("mean", grad), jdist.all_reduce("mean", loss)
-        >>> (batch,) = strategy.distribute_dataset(np.float32([1, 2, 6]), batch_size=4, remainder="pad")
+        >>> (batch,) = strategy.distribute_dataset(
+        ...     np.float32([1, 2, 6]), batch_size=4, remainder="pad"
+        ... )
         >>> w, loss = descend(strategy.put(np.float32(0)), batch)
         >>> float(w), float(loss)  # the mean of 1, 2 and 6, and of their squares
         (3.0, 13.666666984558105)
@@ -294,7 +298,12 @@ def global_loss(
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> (x,) = strategy.distribute_dataset(np.float32([1, 2, 6, 7]), batch_size=4)
         >>> loss = jdist.global_loss(lambda w, x: (w - x) ** 2)
-        >>> [float(number) for number in strategy.run(jax.value_and_grad(loss), (strategy.put(np.float32(0)), x))]
+        >>> [
+        ...     float(number)
+        ...     for number in strategy.run(
+        ...         jax.value_and_grad(loss), (strategy.put(np.float32(0)), x)
+        ...     )
+        ... ]
         [22.5, -8.0]
     """
     micro_batches = as_int("`micro_batches`", micro_batches, 1)

@@ -69,7 +69,9 @@ def global_mean(values: PyTree, weights: Any = None, *, axis: int | tuple[int, .
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> uneven = strategy.distribute_values_from_function(lambda c: np.arange(1.0, 4 - 2 * c.replica_id_in_sync_group))
+        >>> uneven = strategy.distribute_values_from_function(
+        ...     lambda c: np.arange(1.0, 4 - 2 * c.replica_id_in_sync_group)
+        ... )
         >>> uneven  # 1, 2, 3 and 1
         PerReplica(float32[3] | float32[1])
         >>> float(strategy.run(jdist.global_mean, uneven.padded()))

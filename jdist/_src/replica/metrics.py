@@ -287,7 +287,9 @@ class F1(Metric):
         confusion: The confusion matrix; start with `F1.empty(num_classes)`.
 
     Example:
-        >>> round(float(F1.empty(2).update(np.array([1, 1, 0]), np.array([1, 0, 0])).compute()), 4)
+        >>> round(
+        ...     float(F1.empty(2).update(np.array([1, 1, 0]), np.array([1, 0, 0])).compute()), 4
+        ... )
         0.6667
     """
 

@@ -82,10 +82,14 @@ def pipeline(
         >>> stage = lambda w, h: jnp.tanh(h @ w)
         >>> weights, x = jnp.full((4, 2, 2), 0.5), jnp.ones((6, 2))  # 4 stages
         >>> square = lambda scale, h, y: scale * (h - y) ** 2
-        >>> loss = lambda w: jdist.pipeline(stage, w, x, num_micro_batches=3, last=(square, 2.0, 0 * x), schedule="1f1b")
+        >>> loss = lambda w: jdist.pipeline(
+        ...     stage, w, x, num_micro_batches=3, last=(square, 2.0, 0 * x), schedule="1f1b"
+        ... )
         >>> round(float(loss(weights)), 4)
         0.5255
-        >>> mesh = jax.sharding.Mesh(jax.devices()[:2], "stage", axis_types=(jax.sharding.AxisType.Auto,))
+        >>> mesh = jax.sharding.Mesh(
+        ...     jax.devices()[:2], "stage", axis_types=(jax.sharding.AxisType.Auto,)
+        ... )
         >>> with jax.set_mesh(mesh):  # two stages per device
         ...     value, grads = jax.jit(jax.value_and_grad(loss))(weights)
         >>> round(float(value), 4), grads.addressable_shards[0].data.shape

@@ -42,7 +42,8 @@ class Precision:
         ...     return w - 0.1 * jdist.all_reduce("mean", grad), (loss, x * w)
         >>> x = strategy.put(jdist.PerReplica(np.float32([[1.5], [2.5]])))
         >>> w, _ = descend(strategy.put(np.float32(1.001)), x)
-        >>> w.dtype, float(w)  # stored in float32, computed with 1.0, which is 1.001 in bfloat16
+        >>> # stored in float32, computed with 1.0, which is 1.001 in bfloat16
+        >>> w.dtype, float(w)
         (dtype('float32'), 0.15...)
     """
 

@@ -215,7 +215,9 @@ class Strategy(Uncopied):
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> state = strategy.init(lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0))
+            >>> state = strategy.init(
+            ...     lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0)
+            ... )
             >>> len(state["w"].sharding.device_set)
             2
         """
@@ -429,7 +431,9 @@ class Strategy(Uncopied):
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> rows = strategy.distribute_values_from_function(lambda c: [1.0, 2.0 + c.replica_id_in_sync_group])
+            >>> rows = strategy.distribute_values_from_function(
+            ...     lambda c: [1.0, 2.0 + c.replica_id_in_sync_group]
+            ... )
             >>> [float(x) for x in strategy.reduce("sum", rows, axis=None)]
             [2.0, 5.0]
         """
@@ -581,7 +585,9 @@ class Strategy(Uncopied):
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> strategy.distribute_values_from_function(lambda c: {"id": c.replica_id_in_sync_group})
+            >>> strategy.distribute_values_from_function(
+            ...     lambda c: {"id": c.replica_id_in_sync_group}
+            ... )
             PerReplica({'id': int32[2]})
         """
         require_cross_replica_context("distribute_values_from_function")
@@ -643,7 +649,9 @@ class Strategy(Uncopied):
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> for batch, weights in strategy.distribute_dataset(np.arange(3), batch_size=4, remainder="pad"):
+            >>> for batch, weights in strategy.distribute_dataset(
+            ...     np.arange(3), batch_size=4, remainder="pad"
+            ... ):
             ...     print(batch.tree.tolist(), weights.tree.tolist())
             [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
         """
@@ -689,7 +697,10 @@ class Strategy(Uncopied):
             >>> def batches(context):
             ...     size = context.get_per_replica_batch_size(4)
             ...     return (np.arange(i, i + size) for i in range(0, 8, size))
-            >>> [batch.tree.tolist() for batch in strategy.distribute_datasets_from_function(batches)]
+            >>> [
+            ...     batch.tree.tolist()
+            ...     for batch in strategy.distribute_datasets_from_function(batches)
+            ... ]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
         return dataset_from_function(fn, epochs, remainder, prefetch, batched, self.replicas)

@@ -104,7 +104,9 @@ def init(make_state: Callable[..., _StateT], *args: PyTree) -> _StateT:
 
     Example:
         >>> with jdist.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        ...     state = jdist.init(lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0))
+        ...     state = jdist.init(
+        ...         lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0)
+        ...     )
         >>> len(state["w"].sharding.device_set)
         2
     """

@@ -107,7 +107,8 @@ class Step(Generic[StateT, InputsT, OutputsT]):
             >>> @jdist.step
             ... def count(replicas):
             ...     return replicas + jdist.num_replicas(), None
-            >>> two, one = jdist.MirroredStrategy(["cpu:0", "cpu:1"]), jdist.OneDeviceStrategy("cpu:0")
+            >>> two = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> one = jdist.OneDeviceStrategy("cpu:0")
             >>> [int(count.on(strategy)(strategy.put(0))[0]) for strategy in (two, one)]
             [2, 1]
         """

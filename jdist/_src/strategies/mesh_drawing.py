@@ -21,7 +21,11 @@ def draw_mesh(axes: Sequence[str], ids: np.ndarray, processes: np.ndarray) -> st
         processes: The index of each device's process, with the same shape.
 
     Example:
-        >>> print(draw_mesh(["host", "data"], np.arange(8).reshape(2, 4), np.repeat([[0], [1]], 4, 1)))
+        >>> print(
+        ...     draw_mesh(
+        ...         ["host", "data"], np.arange(8).reshape(2, 4), np.repeat([[0], [1]], 4, 1)
+        ...     )
+        ... )
         rows along 'host', columns along 'data'
         ┌───────────────┐
         │ 0   1   2   3 │

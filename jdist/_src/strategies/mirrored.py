@@ -51,7 +51,9 @@ class MirroredStrategy(Strategy):
         2
         >>> jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=8).num_replicas_in_sync
         8
-        >>> strategy = jdist.MirroredStrategy(mesh={"replica": 2, "model": 4}, layout={"w": jax.P(None, "model")})
+        >>> strategy = jdist.MirroredStrategy(
+        ...     mesh={"replica": 2, "model": 4}, layout={"w": jax.P(None, "model")}
+        ... )
         >>> w = strategy.put({"w": np.zeros((3, 8))})["w"]
         >>> strategy.num_replicas_in_sync, w.addressable_shards[0].data.shape
         (2, (3, 2))

@@ -73,7 +73,9 @@ class ShardedStrategy(Strategy):
 
     Example:
         >>> strategy = jdist.ShardedStrategy("all")
-        >>> state = strategy.init(lambda: {"w": jax.numpy.zeros((8, 16)), "b": jax.numpy.zeros(3)})
+        >>> state = strategy.init(
+        ...     lambda: {"w": jax.numpy.zeros((8, 16)), "b": jax.numpy.zeros(3)}
+        ... )
         >>> [x.addressable_shards[0].data.shape for x in (state["w"], state["b"])]
         [(8, 2), (3,)]
         >>> strategy.num_replicas_in_sync

@@ -102,7 +102,9 @@ def read_values(tree: PyTree) -> PyTree:
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> state = strategy.put({"w": jdist.SyncOnRead(np.float32([1, 3]), "mean"), "step": np.int32(7)})
+        >>> state = strategy.put(
+        ...     {"w": jdist.SyncOnRead(np.float32([1, 3]), "mean"), "step": np.int32(7)}
+        ... )
         >>> {name: x.item() for name, x in jdist.read_values(state).items()}
         {'step': 7, 'w': 2.0}
     """

@@ -23,7 +23,9 @@ def scale_by_staleness() -> Policy:
         arXiv:1511.05950.
 
     Example:
-        >>> tx = optax.chain(jdist.sync.mean(), optax.adam(1e-3), jdist.sync.scale_by_staleness())
+        >>> tx = optax.chain(
+        ...     jdist.sync.mean(), optax.adam(1e-3), jdist.sync.scale_by_staleness()
+        ... )
         >>> float(jdist.sync.scale_by_staleness().update(jnp.float32(3), ())[0])
         3.0
     """

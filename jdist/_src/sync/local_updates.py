@@ -98,7 +98,9 @@ def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
         ...     w, opt_state = state
         ...     updates, opt_state = tx.update(w - target, opt_state, w)
         ...     return (optax.apply_updates(w, updates), opt_state), None
-        >>> target = strategy.distribute_values_from_function(lambda c: float(c.replica_id_in_sync_group))
+        >>> target = strategy.distribute_values_from_function(
+        ...     lambda c: float(c.replica_id_in_sync_group)
+        ... )
         >>> for _ in range(2):
         ...     state, _ = pull(state, target)
         ...     print([float(w) for w in state[0].values])

@@ -46,7 +46,9 @@ def dynamic_loss_scale(
         P. Micikevicius et al., "Mixed precision training", arXiv:1710.03740.
 
     Example:
-        >>> tx = jdist.sync.dynamic_loss_scale(optax.chain(jdist.sync.mean(), optax.adam(1e-3)), initial=8.0)
+        >>> tx = jdist.sync.dynamic_loss_scale(
+        ...     optax.chain(jdist.sync.mean(), optax.adam(1e-3)), initial=8.0
+        ... )
         >>> state = tx.init(jnp.float32(0))
         >>> _, state = tx.update(jnp.float32(jnp.inf), state)
         >>> float(state.scale), int(state.skipped)

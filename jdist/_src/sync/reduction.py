@@ -29,7 +29,9 @@ def mean() -> Policy:
         ...     grad = jax.grad(lambda w: w * x)(w)
         ...     updates, opt_state = tx.update(grad, opt_state, w)
         ...     return (optax.apply_updates(w, updates), opt_state), None
-        >>> x = strategy.distribute_values_from_function(lambda c: float(c.replica_id_in_sync_group))
+        >>> x = strategy.distribute_values_from_function(
+        ...     lambda c: float(c.replica_id_in_sync_group)
+        ... )
         >>> (w, _), _ = descend(state, x)
         >>> float(w)
         0.75

@@ -55,7 +55,9 @@ def assert_same_as_one_device(
         >>> def step(w, x):
         ...     return w - 0.1 * jdist.all_reduce("mean", x.mean()), None
         >>> with jdist.testing.strategy("mirrored_2").scope():
-        ...     jdist.testing.assert_same_as_one_device(lambda: jnp.zeros(()), step, [np.ones(8, np.float32)])
+        ...     jdist.testing.assert_same_as_one_device(
+        ...         lambda: jnp.zeros(()), step, [np.ones(8, np.float32)]
+        ...     )
     """
     if not callable(step):
         raise TypeError(f"`step` must be a function `(state, *inputs) -> (state, outputs)`, got {describe_type(step)}.")

@@ -43,7 +43,9 @@ def assert_collectives(step: Any, expected: Mapping[str, int], *args: Any) -> No
         ... def step(w, x):
         ...     return w - jdist.all_reduce("mean", x.mean()), None
         >>> x = strategy.split(np.ones(8, np.float32))
-        >>> jdist.testing.assert_collectives(step, {"all-reduce": 1}, strategy.put(np.float32(0)), x)
+        >>> jdist.testing.assert_collectives(
+        ...     step, {"all-reduce": 1}, strategy.put(np.float32(0)), x
+        ... )
     """
     _check_expected(expected)
     communicating = [each for each in collectives(_compiled(step, args)) if each.group_size > 1]
@@ -80,7 +82,7 @@ def assert_no_transfer() -> Iterator[None]:
         >>> with jdist.testing.assert_no_transfer():
         ...     float(loss)
         Traceback (most recent call last):
-        AssertionError: A device-to-host transfer of float32[]: its value is read on the host. Read it after the block, ...
+        AssertionError: A device-to-host transfer of float32[]: its value is read on the host...
     """
     try:
         with jax.transfer_guard("disallow"), on_host_read(_refuse_read):

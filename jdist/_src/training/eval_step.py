@@ -99,8 +99,9 @@ class EvalStep(Generic[MetricsT, ValuesT]):
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> evaluate = jdist.eval_step(lambda w, x: {"error": abs(x - w)})
+            >>> data = strategy.distribute_dataset(np.float32([1, 2, 6]), 2, remainder="pad")
             >>> with strategy.scope():
-            ...     evaluate.over(0.5, strategy.distribute_dataset(np.float32([1, 2, 6]), batch_size=2, remainder="pad"))
+            ...     evaluate.over(0.5, data)
             {'error': 2.5}
         """
         if is_distributed(batches) or not isinstance(batches, Iterable):
@@ -170,10 +171,14 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep[Any, Any]:
         ... def evaluate(w, batch, weights):
         ...     x, y = batch
         ...     predictions = w * x
-        ...     squares = jdist.metrics.MeanSquaredError().update(predictions, y, weights=weights)
+        ...     squares = jdist.metrics.MeanSquaredError().update(
+        ...         predictions, y, weights=weights
+        ...     )
         ...     return {"squares": squares, "distance": abs(predictions - y)}
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> data = strategy.distribute_dataset((np.float32([1, 2, 3]), np.float32([2, 4, 9])), batch_size=4, remainder="pad")
+        >>> data = strategy.distribute_dataset(
+        ...     (np.float32([1, 2, 3]), np.float32([2, 4, 9])), batch_size=4, remainder="pad"
+        ... )
         >>> with strategy.scope():
         ...     for batch, weights in data:
         ...         metrics = evaluate(2.0, batch, weights)

@@ -120,8 +120,9 @@ class Fit:
         Example:
             >>> import tempfile
             >>> history = History([{"epoch": 0, "step": 9, "loss": 0.5}], {1: 0.9, 9: 0.4})
+            >>> fit = Fit(None, history, 9, "All requested steps were taken.")
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     Fit(None, history, 9, "All requested steps were taken.").report(folder + "/run.html").name
+            ...     fit.report(folder + "/run.html").name
             'run.html'
         """
         return write_report(self, path, title=title)

@@ -160,7 +160,10 @@ def row_name(history: History) -> str:
     """Returns what a row of the history is: an "epoch", or a "row" if there are several per epoch.
 
     Example:
-        >>> row_name(History([{"epoch": 0}, {"epoch": 1}])), row_name(History([{"epoch": 0}, {"epoch": 0}]))
+        >>> (
+        ...     row_name(History([{"epoch": 0}, {"epoch": 1}])),
+        ...     row_name(History([{"epoch": 0}, {"epoch": 0}])),
+        ... )
         ('epoch', 'row')
     """
     epochs = [row.get("epoch", number) for number, row in enumerate(history.rows)]
@@ -171,7 +174,12 @@ def format_value(value: Any) -> str:
     """Returns a value of a row as text: integers and large numbers with all digits before the point, others with four digits.
 
     Example:
-        >>> format_value(12345), format_value(0.123456), format_value(98765.4), format_value(float("nan"))
+        >>> (
+        ...     format_value(12345),
+        ...     format_value(0.123456),
+        ...     format_value(98765.4),
+        ...     format_value(float("nan")),
+        ... )
         ('12,345', '0.1235', '98,765', 'nan')
     """
     try:

@@ -112,7 +112,8 @@ class CallSignature:
         excluded: Names of parameters that are not inputs.
 
     Example:
-        >>> one, two = CallSignature(lambda x, train: x, 0), CallSignature(lambda x, y, train: x, 0)
+        >>> one = CallSignature(lambda x, train: x, 0)
+        >>> two = CallSignature(lambda x, y, train: x, 0)
         >>> one.arguments((1, 2)), two.arguments((1, 2)), two.arguments({"y": 2, "x": 1})
         ((((1, 2),), {}), ((1, 2), {}), ((), {'y': 2, 'x': 1}))
         >>> one.keywords(True, key=3)

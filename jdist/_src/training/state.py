@@ -42,7 +42,9 @@ class TrainState:
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> def make(key):
-        ...     return jdist.TrainState.create({"w": jax.numpy.zeros(3)}, optax.adam(1e-3), rng=key)
+        ...     return jdist.TrainState.create(
+        ...         {"w": jax.numpy.zeros(3)}, optax.adam(1e-3), rng=key
+        ...     )
         >>> state = strategy.init(make, jax.random.key(0))
         >>> int(state.step), state.params["w"].shape
         (0, (3,))

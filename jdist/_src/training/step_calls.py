@@ -125,7 +125,8 @@ class Totals(NamedTuple):
 
         Example:
             >>> start, end = Totals(0.0, 0, 0, 0.0, 0.0), Totals(10.0, 500, 4000, 1.5e12, 4.0)
-            >>> end.rates_since(start, peak_flops=1e12)  # in 6 of the 10 seconds no program was compiled
+            >>> # in 6 of the 10 seconds no program was compiled
+            >>> end.rates_since(start, peak_flops=1e12)
             {'examples_per_second': 50.0, 'tokens_per_second': 400.0, 'mfu': 0.25}
         """
         seconds, flops = self.time - start.time, self.flops - start.flops

@@ -119,7 +119,10 @@ def summary(model: PyTree, *, max_rows: int = 40) -> Summary:
         ValueError: `max_rows` is less than 1, or a Keras model is not built.
 
     Example:
-        >>> params = {"dense_0": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "dense_1": {"kernel": jnp.ones((4, 2))}}
+        >>> params = {
+        ...     "dense_0": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
+        ...     "dense_1": {"kernel": jnp.ones((4, 2))},
+        ... }
         >>> print(jdist.summary(params))
         layer     arrays                                 parameters   bytes
         ───────────────────────────────────────────────────────────────────

@@ -93,8 +93,12 @@ def train_step(
         >>> train_step = jdist.train_step(lambda w, x: (w - x) ** 2, optimizer)
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> with strategy.scope():
-        ...     state = jdist.init(lambda: jdist.TrainState.create(jax.numpy.float32(0), optimizer))
-        ...     for batch, weights in strategy.distribute_dataset(np.float32([1, 2, 6]), batch_size=4, remainder="pad"):
+        ...     state = jdist.init(
+        ...         lambda: jdist.TrainState.create(jax.numpy.float32(0), optimizer)
+        ...     )
+        ...     for batch, weights in strategy.distribute_dataset(
+        ...         np.float32([1, 2, 6]), batch_size=4, remainder="pad"
+        ...     ):
         ...         state, loss = train_step(state, batch, weights)
         >>> float(state.params), int(state.step)  # the mean of 1, 2 and 6, after one step
         (3.0, 1)

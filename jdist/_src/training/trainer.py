@@ -147,10 +147,11 @@ class Trainer:
         ...     optax.squared_error,
         ...     strategy=jdist.MirroredStrategy(["cpu:0", "cpu:1"]),
         ... )
-        >>> fit = trainer.fit((x, x @ np.float32([1, -2, 3])), batch_size=16, epochs=10, progress="off")
+        >>> y = x @ np.float32([1, -2, 3])
+        >>> fit = trainer.fit((x, y), batch_size=16, epochs=10, progress="off")
         >>> fit.state.params.round(1).tolist(), fit.steps, fit.stop_reason
         ([1.0, -2.0, 3.0], 70, 'All requested steps were taken.')
-        >>> trainer.evaluate(fit.state, (x, x @ np.float32([1, -2, 3])), batch_size=16)["examples"]
+        >>> trainer.evaluate(fit.state, (x, y), batch_size=16)["examples"]
         100
     """
 
@@ -261,7 +262,10 @@ class Trainer:
 
         Example:
             >>> import optax
-            >>> trainer = jdist.Trainer((lambda key, x: jax.numpy.zeros(x.shape[-1]), lambda w, x: x @ w), optax.adam(1e-3))
+            >>> trainer = jdist.Trainer(
+            ...     (lambda key, x: jax.numpy.zeros(x.shape[-1]), lambda w, x: x @ w),
+            ...     optax.adam(1e-3),
+            ... )
             >>> trainer.init(np.zeros((1, 3), np.float32)).params.shape
             (3,)
         """
@@ -476,7 +480,9 @@ class Trainer:
 
         Example:
             >>> import optax
-            >>> trainer = jdist.Trainer((lambda key, x: jax.numpy.ones(3), lambda w, x: x @ w), optax.sgd(0.1))
+            >>> trainer = jdist.Trainer(
+            ...     (lambda key, x: jax.numpy.ones(3), lambda w, x: x @ w), optax.sgd(0.1)
+            ... )
             >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
             [3.0, 3.0]
         """
@@ -507,7 +513,9 @@ class Trainer:
         Example:
             >>> import optax
             >>> from flax import nnx
-            >>> trainer = jdist.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), optax.squared_error)
+            >>> trainer = jdist.Trainer(
+            ...     nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), optax.squared_error
+            ... )
             >>> fit = trainer.fit((np.ones((8, 3)), np.ones((8, 1))), batch_size=8, progress="off")
             >>> trainer.model(fit.state)(np.ones((2, 3))).shape
             (2, 1)

@@ -65,7 +65,7 @@ class PerReplica(_ReadOnDemand, DistributedValues):
         [0, 1]
         >>> ids + 1
         Traceback (most recent call last):
-        TypeError: `+` is not defined for PerReplica(int32[2]), whose values are stored on several devices. ...
+        TypeError: `+` is not defined for PerReplica(int32[2]), whose values are stored on ...
     """
 
     _is_stacked = True
@@ -114,7 +114,9 @@ class PerReplica(_ReadOnDemand, DistributedValues):
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> uneven = strategy.distribute_values_from_function(lambda c: np.ones(3 - 2 * c.replica_id_in_sync_group))
+            >>> uneven = strategy.distribute_values_from_function(
+            ...     lambda c: np.ones(3 - 2 * c.replica_id_in_sync_group)
+            ... )
             >>> uneven
             PerReplica(float32[3] | float32[1])
             >>> value, weights = uneven.padded()

@@ -28,7 +28,9 @@ class RowSlices:
 
     Example:
         >>> table = np.zeros((4, 2), np.float32)
-        >>> update = RowSlices(rows=np.float32([[1, 2], [3, 4]]), indices=np.int32([1, 1]), num_rows=4)
+        >>> update = RowSlices(
+        ...     rows=np.float32([[1, 2], [3, 4]]), indices=np.int32([1, 1]), num_rows=4
+        ... )
         >>> update.add_to(table).tolist()
         [[0.0, 0.0], [4.0, 6.0], [0.0, 0.0], [0.0, 0.0]]
     """

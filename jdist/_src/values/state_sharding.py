@@ -308,7 +308,9 @@ def layout_rules(layout: Any) -> dict[str, Any]:
         TypeError: It is not a mapping, and not a list of rules.
 
     Example:
-        >>> layout_rules([("kernel", PartitionSpec("data")), ("bias", None), (".*", ("data",))])["patterns"]
+        >>> layout_rules(
+        ...     [("kernel", PartitionSpec("data")), ("bias", None), (".*", ("data",))]
+        ... )["patterns"]
         {'kernel': P('data',), 'bias': P(), '.*': P('data',)}
     """
     if layout is None or isinstance(layout, Mapping):

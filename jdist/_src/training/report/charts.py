@@ -109,7 +109,9 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
     Metrics between 0 and 1 share panels; every other metric has a separate panel with its scale.
 
     Example:
-        >>> rows = [{"step": 10, "loss": 2.0, "val_loss": 2.1, "accuracy": 0.5, "perplexity": 7.4}]
+        >>> rows = [
+        ...     {"step": 10, "loss": 2.0, "val_loss": 2.1, "accuracy": 0.5, "perplexity": 7.4}
+        ... ]
         >>> [(panel.title, len(panel.curves)) for panel in chart_panels(rows, {})]
         [('Loss', 2), ('Accuracy', 1), ('Perplexity', 1)]
     """
@@ -151,7 +153,8 @@ def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
 
     Example:
         >>> metric_columns(["epoch", "recall", "loss", "val_loss", "val_easy_recall"])
-        {'loss': {'loss': 'training', 'val_loss': 'validation'}, 'recall': {'recall': 'training', 'val_easy_recall': 'easy'}}
+        {'loss': {'loss': 'training', 'val_loss': 'validation'},
+         'recall': {'recall': 'training', 'val_easy_recall': 'easy'}}
     """
     names = [name for name in dict.fromkeys(columns) if name not in FACTS]
     training = [name for name in names if not name.startswith(VALIDATION_PREFIX)]

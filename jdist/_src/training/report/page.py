@@ -53,10 +53,15 @@ def write_report(fit: Any, path: str | os.PathLike[str], *, title: str = "Traini
         >>> from jdist._src.training.history import History
         >>> history = History([{"epoch": 0, "step": 2, "loss": 0.5}], {1: 0.75, 2: 0.25})
         >>> fit = types.SimpleNamespace(
-        ...     history=history, steps=2, stop_reason="All requested steps were taken.", description=None, proof=None
+        ...     history=history,
+        ...     steps=2,
+        ...     stop_reason="All requested steps were taken.",
+        ...     description=None,
+        ...     proof=None,
         ... )
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     text = write_report(fit, f"{folder}/run.html", title="Digits").read_text(encoding="utf-8")
+        ...     path = write_report(fit, f"{folder}/run.html", title="Digits")
+        ...     text = path.read_text(encoding="utf-8")
         >>> "<h1>Digits</h1>" in text and "All requested steps were taken." in text
         True
     """
