@@ -1,5 +1,6 @@
 """The examples of docstrings and documentation pages run and print the documented output. Public names are documented."""
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -10,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 import warnings
 
 import jax
@@ -111,6 +113,50 @@ def test_every_picture_exists_and_is_on_a_page_with_a_description():
                 assert len(text.split()) > 5, f"{page.name}: {path}"
                 shown.add((page.parent / path).resolve())
     assert shown == set((ROOT / "docs").glob("*.svg"))
+
+
+CODE_COLUMNS = 88
+_FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+_ROW_OF_A_TABLE = re.compile(r"(\S {3,}(?=\S).*){3}")  # an output that cannot be wrapped
+
+
+def _code_lines_of_page(text):
+    """Yields the lines of the code blocks of a page, without the indentation of the block."""
+    for indent, language, block in _FENCE.findall(text):
+        if not language.startswith("{"):
+            yield from (line.removeprefix(indent) for line in block.splitlines())
+
+
+def _code_lines_of_docstrings(source):
+    """Yields the lines of the examples of all docstrings of a module, with their prompts and outputs."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for example in re.findall(r"^ *>>> (?:.*\S.*\n?)+", ast.get_docstring(node) or "", re.MULTILINE):
+                yield from textwrap.dedent(example).splitlines()
+
+
+def test_no_code_line_is_wider_than_88_columns():
+    """Wider lines scroll on the pages of the site, and are cut off in a terminal with two windows."""
+    lines = {page: list(_code_lines_of_page(page.read_text(encoding="utf-8"))) for page in PAGES}
+    for path in sorted((ROOT / "jdist").rglob("*.py")):
+        lines[path] = list(_code_lines_of_docstrings(path.read_text(encoding="utf-8")))
+    assert sum(map(len, lines.values())) > 4000
+    wide = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path, code in lines.items()
+        for line in code
+        if len(line) > CODE_COLUMNS and not (_ROW_OF_A_TABLE.search(line) and not line.startswith((">>>", "...")))
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def test_code_lines_are_found_in_pages_and_docstrings():
+    page = "text\n\n1. item\n\n   ```python\n   >>> f()\n   1\n   ```\n\n```{toctree}\na\n```\n"
+    assert list(_code_lines_of_page(page)) == [">>> f()", "1"]
+    source = (
+        'class A:\n    """Text.\n\n    Example:\n        >>> f(\n        ...     1)\n        1\n\n    Text.\n    """\n'
+    )
+    assert list(_code_lines_of_docstrings(source)) == [">>> f(", "...     1)", "1"]
 
 
 PUBLIC_MODULES = [jdist, *(getattr(jdist, name) for name in dir(jdist) if inspect.ismodule(getattr(jdist, name)))]
