@@ -66,10 +66,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python=NEWEST, default=False)
 def libraries(session: nox.Session) -> None:
-    """Tests that need the real TensorFlow, torch, Hugging Face, Kubernetes, Ray, S3, or the compiler of JAX for GPUs."""
+    """Tests that need TensorFlow, torch, Hugging Face, Kubernetes, Ray, S3, ONNX, or the compiler of JAX for GPUs."""
     others = ("datasets", "moto[server]", "ray[train]", "tensorflow-cpu", "torch", "torchdata", "jax-cuda13-plugin")
+    others += ("jax2onnx", "onnxruntime")
     session.install(*CONSTRAINTS, "-e", ".[test,kubernetes,ray,s3]", *others)
-    names = "test_s3 or source_adapters or kubernetes or test_ray or gpu_compile or from_pytorch"
+    names = "test_s3 or source_adapters or kubernetes or test_ray or gpu_compile or from_pytorch or serving"
     session.run("python", "-m", "pytest", "-k", names)
 
 

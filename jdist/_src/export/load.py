@@ -30,6 +30,8 @@ class Loaded:
             containers that it had before the export, or any others with the same paths of leaves.
         state: The weights: numpy arrays in dicts, lists and tuples.
         manifest: The description: inputs, outputs and weights with shapes and dtypes, the platforms, and the versions.
+        exported: The program, as a `jax.export.Exported`; `exported.mlir_module()` is its StableHLO text. Its arguments are the
+            leaves of the state and then those of the inputs.
 
     Example:
         >>> import tempfile
@@ -52,6 +54,7 @@ class Loaded:
     apply: Callable[..., PyTree]
     state: PyTree
     manifest: Mapping[str, Any]
+    exported: jax.export.Exported
 
     def __call__(self, *inputs: PyTree) -> PyTree:
         """Computes the function for a batch, with the loaded weights.
@@ -121,7 +124,7 @@ def load(path: Path) -> Loaded:
             '`jax.config.update("jax_enable_x64", True)`.'
         )
     apply = _checked_apply(exported, [state, *inputs], manifest["arguments"])
-    return Loaded(apply, weights.load(folder / WEIGHTS, like=state), manifest)
+    return Loaded(apply, weights.load(folder / WEIGHTS, like=state), manifest, exported)
 
 
 def _read_manifest(folder: pathlib.Path) -> dict[str, Any]:
