@@ -86,6 +86,36 @@ CALLS = {
         TypeError,
         "`TimeLimit` has no argument `zzz`. Its arguments are",
     ),
+    "data in several arguments": (
+        lambda: testing.strategy("mirrored_2").distribute_dataset(X, X[:, 0], batch_size=4),
+        TypeError,
+        "Pass arrays as one tree, such as `distribute_dataset((x, y), batch_size)`.",
+    ),
+    "state in place of its function": (
+        lambda: testing.strategy("mirrored_2").init((X, X)),
+        TypeError,
+        "`fn` must be a function, got tuple. Pass the function that creates the state, without calling it",
+    ),
+    "named argument of init": (
+        lambda: testing.strategy("mirrored_2").init(lambda size: jnp.ones(size), size=3),
+        TypeError,
+        "`strategy.init` has no argument `size`. Pass arrays by position, `strategy.init(make_state, key)`",
+    ),
+    "named argument of init of the current strategy": (
+        lambda: jdist.init(lambda size: jnp.ones(size), size=3),
+        TypeError,
+        "`jdist.init` has no argument `size`. Pass arrays by position",
+    ),
+    "missing axis": (
+        lambda: testing.strategy("mirrored_2").reduce("sum", 1.0),
+        TypeError,
+        "`strategy.reduce`: missing a required argument: 'axis'. Call it as `reduce(op, value, axis)`. `axis=None` reduces",
+    ),
+    "operation as the second argument": (
+        lambda: jdist.all_reduce(X, "mean"),
+        ValueError,
+        'float32[8,3] is not a reduction. The operation is the first argument, such as "mean".',
+    ),
     "missing": (
         lambda: trainer().evaluate((X, X[:, 0])),
         TypeError,

@@ -97,6 +97,7 @@ def test_names_of_torch_keras_and_others_are_errors_with_the_line_to_write(two):
         (jdist, TORCH_NAMES),
         (jdist.callbacks, HINTS["jdist.callbacks"][0]),
         (jdist.sync, HINTS["jdist.sync"][0]),
+        (jdist.metrics, HINTS["jdist.metrics"][0]),
         (iterator, HINTS["dataset"][0]),
         (next(iterator), HINTS["values"][0]),
     ]
@@ -105,6 +106,24 @@ def test_names_of_torch_keras_and_others_are_errors_with_the_line_to_write(two):
             with pytest.raises(
                 AttributeError, match=rf"has no attribute '{name}'\. \S+ (name )?`{name}`: (write|not|pass)"
             ):
+                getattr(owner, name)
+            assert name not in dir(owner)
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):
+            owner.nothing  # noqa: B018
+
+
+def test_names_of_other_libraries_on_objects_are_errors_with_the_line_to_write(two):
+    fit = jdist.Fit(None, jdist.History((), {}), 0, "ended", None)
+    trainer = jdist.Trainer(((lambda key, x: x), (lambda w, x: x)), strategy=two)
+    tables = [
+        (two, HINTS["strategy"][1]),
+        (trainer, HINTS["trainer"][0]),
+        (fit.history, HINTS["history"][0]),
+        (jdist.metrics.Mean(), HINTS["metric"][0]),
+    ]
+    for owner, names in tables:
+        for name in names:
+            with pytest.raises(AttributeError, match=rf"object has no attribute '{name}'\. (Write|A |Not|Pass|Keep)"):
                 getattr(owner, name)
             assert name not in dir(owner)
         with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):

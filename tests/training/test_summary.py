@@ -75,7 +75,8 @@ def test_numbers_of_a_model_are_counted(model, expected):
     summary = jdist.summary(model())
     assert (summary.parameters, summary.variables, summary.bytes) == expected
     assert str(summary).splitlines()[-1].split()[:2] == ["total", f"{expected[0]:,}"]
-    assert repr(summary).startswith(f"Summary({len(summary.layers)} layers, {expected[0]} parameters, ")
+    layers = f"{len(summary.layers)} layer{'s' * (len(summary.layers) > 1)}"
+    assert repr(summary).startswith(f"Summary({layers}, {expected[0]} parameters, ")
     assert "parameters" in summary._repr_html_()
 
 

@@ -38,7 +38,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 REPLAY = Verb(
-    "runs a recorded program again, with its updates in the recorded order, and compares the states",
+    "run a recorded program again, with its updates in the recorded order, and compare the states",
     "replay run.log",
     _add_arguments,
     _replay,

@@ -56,7 +56,7 @@ def _explanation(
     for unknown in kwargs:
         if unknown not in by_name:
             near = difflib.get_close_matches(unknown, by_name, 1)
-            advice = other_names.get(unknown) or (f"Did you mean `{near[0]}`?" if near else "")
+            advice = other_names.get(unknown) or (f"Did you mean `{near[0]}`?" if near else other_names.get("**", ""))
             listed = ", ".join(f"`{each}`" for each in by_name)
             return f"`{name}` has no argument `{unknown}`. {advice or f'Its arguments are {listed}.'}"
     try:
@@ -75,5 +75,6 @@ def _explanation(
         # `predict(x)` lacks the first argument, and Python reports that the last one is missing.
         first = next(iter(parameters), "")
         hint = " The state is the first argument." if first == "state" and len(args) == 2 else ""
-        return f"`{name}`: {error}. Call it as `{name.split('.')[-1]}{call}`.{hint}"
+        advice = hint or (f" {other_names['?']}" if "?" in other_names else "")
+        return f"`{name}`: {error}. Call it as `{name.split('.')[-1]}{call}`.{advice}"
     return None

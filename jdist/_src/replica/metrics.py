@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.replica.losses import broadcast_weights, weighted_sums
 from jdist._src.values.array_checks import check_array
 
 
+@explains_attributes("metric")
 class Metric(abc.ABC):
     """A frozen tree of sums over examples. `update` returns a metric with more examples.
 

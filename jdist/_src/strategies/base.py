@@ -197,6 +197,7 @@ class Strategy(Uncopied):
         program = self._runs.get(fn, lambda reference: run_program(reference, self._backend, self._context))
         return program(tuple(args), keyword_arguments("run", kwargs))[1]
 
+    @explains_arguments("init", "strategy.init")
     def init(self, fn: Callable[..., _StateT], *args: PyTree) -> _StateT:
         """Creates a state on the devices by a replica function, without a full copy on the host or on one device.
 
@@ -210,7 +211,7 @@ class Strategy(Uncopied):
 
         Raises:
             NotMirroredError: A leaf that is not wrapped may differ between the replicas.
-            TypeError: A leaf is not a number or an array of numbers.
+            TypeError: `fn` is not a function; or a leaf is not a number or an array of numbers.
             ValueError: A leaf is a host integer of more than 32 bits, which JAX would truncate to 32 bits.
 
         Example:
@@ -221,6 +222,11 @@ class Strategy(Uncopied):
             >>> len(state["w"].sharding.device_set)
             2
         """
+        if not callable(fn):
+            raise TypeError(
+                f"`fn` must be a function, got {describe_type(fn)}. Pass the function that creates the state, without calling "
+                "it: `strategy.init(make_state)`. `strategy.put(value)` places a value that exists."
+            )
         program = self._inits.get(fn, lambda reference: init_program(reference, self._backend, self._context))
         names = argument_names(fn, args, {})
         return program(*put(args, self.replicas, self._backend.input_shardings, names))[0]
@@ -406,6 +412,7 @@ class Strategy(Uncopied):
     def reduce(
         self, op: ReduceOp | Literal["sum", "mean", "max", "min"], value: _T, axis: int | Sequence[int] | None
     ) -> _T: ...
+    @explains_arguments("reduce", "strategy.reduce")
     def reduce(
         self,
         op: ReduceOp | Literal["sum", "mean", "max", "min"],
@@ -595,7 +602,7 @@ class Strategy(Uncopied):
             [fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local_devices], self.replicas
         )
 
-    @explains_arguments()
+    @explains_arguments("distribute_dataset")
     def distribute_dataset(
         self,
         source: Any,

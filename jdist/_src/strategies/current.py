@@ -88,6 +88,7 @@ def get_replica_context() -> ReplicaContext | None:
     return dataclasses.replace(context, strategy=get_strategy())
 
 
+@explains_arguments("init", "jdist.init")
 def init(make_state: Callable[..., _StateT], *args: PyTree) -> _StateT:
     """Creates a state on the devices of the current strategy: `jdist.get_strategy().init(make_state, *args)`.
 

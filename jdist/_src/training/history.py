@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.rendering import html_of, printable, text_of
 from jdist._src.training.report.charts import FACTS as FACTS
 from jdist._src.training.report.charts import chart_panels, draw_figure
@@ -25,6 +26,7 @@ class _StepValues(dict[int, float]):
         return np.array([self[step] for step in sorted(self)], dtype or np.float64)
 
 
+@explains_attributes("history")
 @dataclasses.dataclass(frozen=True, repr=False)
 class History:
     """The record of training. A table when printed or shown in a notebook; `plot` draws it.

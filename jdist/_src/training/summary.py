@@ -70,7 +70,8 @@ class Summary:
         return sum(layer.bytes for layer in self.layers)
 
     def __repr__(self) -> str:
-        return f"Summary({len(self.layers):,} layers, {self.parameters:,} parameters, {size_text(self.bytes)})"
+        layers = f"{len(self.layers):,} layer{'s' * (len(self.layers) != 1)}"
+        return f"Summary({layers}, {self.parameters:,} parameters, {size_text(self.bytes)})"
 
     def __str__(self) -> str:
         return text_of(self, _WIDTH)

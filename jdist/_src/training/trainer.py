@@ -17,6 +17,7 @@ import optax
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.call_errors import explains_arguments
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.sharding_annotations import restrict_annotations
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, add_note_once, one_line
@@ -83,6 +84,7 @@ class _Options(TypedDict, total=False):
     tokens: Callable[[Any], Any] | None
 
 
+@explains_attributes("trainer")
 class Trainer:
     """Trains, evaluates and applies a model under a strategy.
 

@@ -36,7 +36,9 @@ class ReduceOp(enum.Enum):
         Raises:
             ValueError: No reduction has this name.
         """
-        return enum_member(cls, op, f"{one_line(op)} is not a reduction")
+        if isinstance(op, (str, cls)):
+            return enum_member(cls, op, f"{one_line(op)} is not a reduction")
+        raise ValueError(f'{one_line(op)} is not a reduction. The operation is the first argument, such as "mean".')
 
 
 def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
