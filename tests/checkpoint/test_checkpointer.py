@@ -305,6 +305,10 @@ def test_save_in_a_replica_function_or_under_jit_is_refused(checkpointer, two):
 def test_state_of_another_structure_is_refused_with_the_different_leaves(checkpointer, two):
     saved = {"a": np.float32([1, 2]), "b": np.int32(1), "c": np.zeros(2), "key": jax.random.key(0), "old": np.zeros(3)}
     checkpointer.save(2, two.put(saved))
+
+    def make_like():
+        return like
+
     like = {
         "a": np.zeros(3, np.float32),
         "b": np.float32(1),
@@ -312,6 +316,8 @@ def test_state_of_another_structure_is_refused_with_the_different_leaves(checkpo
         "key": np.zeros(2, np.uint32),
         "new": np.zeros(4),
     }
+    with pytest.raises(TypeError, match=r"`like` is the function `make_like`\. .*`like=strategy.init\(make_state\)`"):
+        checkpointer.restore(two, like=make_like)
     with pytest.raises(ValueError) as error:
         checkpointer.restore(two, like=like)
     text = str(error.value)

@@ -142,6 +142,36 @@ CALLS = {
         TypeError,
         '`expected` must map kinds of collectives to numbers, such as `{"all-reduce": 1}`, got 1.',
     ),
+    "batch by name": (
+        lambda: distance.over(0.0, {"x": X}),
+        TypeError,
+        "`batches` must be an iterable of batches, such as a distributed data set, got dict",
+    ),
+    "strategy in place of its name": (
+        lambda: testing.strategies(testing.strategy("mirrored_2")),
+        TypeError,
+        "Pass a function that returns the strategy, `strategies(lambda: MirroredStrategy(",
+    ),
+    "decorator without names": (
+        lambda: testing.strategies(test_call_whose_arguments_do_not_fit_says_what_to_write),
+        TypeError,
+        'Write `@jdist.testing.strategies("one_device", "mirrored_2")`.',
+    ),
+    "one device compared with itself": (
+        lambda: testing.assert_same_as_one_device(lambda: jnp.zeros(3), lambda w, x: (w, None), [X]),
+        RuntimeError,
+        "No strategy is current, so one device would be compared with itself.",
+    ),
+    "truth of a report": (
+        lambda: bool(jdist.check(jax.jit(lambda x: x), X)),
+        TypeError,
+        "A report has no truth value: it has 0 findings. Write `assert not report.num_findings`.",
+    ),
+    "check of a step": (
+        lambda: jdist.check(STEP, X, X),
+        TypeError,
+        "A step of jdist has its own proof: `print(step.proof)`",
+    ),
     "no batches": (
         lambda: distance.over(0.0, 5),
         TypeError,

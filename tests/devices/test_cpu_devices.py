@@ -32,7 +32,8 @@ def test_same_number_after_the_start_has_no_effect():
 def test_other_number_after_the_start_is_an_error():
     assert len(jax.devices()) == 8
     with pytest.raises(
-        RuntimeError, match=r"`jdist.use_cpu_devices\(4\)` is too late: JAX has started with 8 CPU devices. Restart"
+        RuntimeError,
+        match=r"`jdist.use_cpu_devices\(4\)` is too late: JAX has started.* with 8 CPU devices. Restart.*`jdist_devices = 4`",
     ):
         jdist.use_cpu_devices(4)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jdist
 from jdist._src.core import declared_shapes
@@ -55,6 +56,10 @@ class Flagged:
         return cls(*children, flag)
 
 
+def batch_norm(use_running_average):
+    return nnx.BatchNorm(3, use_running_average=use_running_average, rngs=nnx.Rngs(0))
+
+
 def replicated(strategy, array, spec=()):
     return jax.device_put(array, jax.NamedSharding(strategy.mesh, jax.P(*spec)))
 
@@ -68,6 +73,8 @@ CHANGES = {
     "new leaf": (lambda s: s.put({"a": 1.0}), lambda s: s.put({"a": 1.0, "b": 1.0}), "xs[0]['b'] is new. Pass arguments of one structure"),
     "missing leaf": (lambda s: s.put({"a": 1.0, "b": 1.0}), lambda s: s.put({"a": 1.0}), "xs[0]['b'] is missing."),
     "static value": (lambda s: Flagged(s.put(1.0), "a"), lambda s: Flagged(s.put(1.0), "b"), "a static value in `xs[0]` is `Flagged` with b, and was `Flagged` with a. Pass a value that"),
+    "attribute": (lambda s: s.put(batch_norm(False)), lambda s: s.put(batch_norm(True)), "is `BatchNorm` with use_running_average=True, and was `BatchNorm` with use_running_average=False. Pass"),
+    "part of a static value": (lambda s: Flagged(s.put(1.0), ("x" * 200, 1)), lambda s: Flagged(s.put(1.0), ("x" * 200, 2)), "is `Flagged` with 2, and was `Flagged` with 1."),
 }  # fmt: skip
 
 

@@ -134,6 +134,25 @@ def test_error_in_the_loss_has_a_note_with_the_arguments_of_the_replica(name):
             assert f"The loss was called with outputs float32[{share}] and targets float32[{share}]." in notes
 
 
+@pytest.mark.parametrize("inputs", [(), (np.zeros(4), np.zeros(4))], ids=len)
+def test_wrong_number_of_inputs_has_a_note_with_the_signature(inputs, two):
+    def train(state, batch):
+        return state, None
+
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        two.step(train)(two.put(1.0), *two.split(inputs))
+    count = f"{1 + len(inputs)} argument{'s' * bool(inputs)}"
+    assert f"`train(state, batch)` was called with {count}. A batch is one argument, `step(state," in notes_of(
+        caught.value
+    )
+
+
+def test_type_error_in_the_function_has_no_note_about_its_signature(two):
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        two.run(lambda x: (lambda: x)(x), (1.0,))
+    assert "was called with" not in notes_of(caught.value)
+
+
 def test_note_counts_the_arrays_of_a_large_argument(two):
     with pytest.raises(ZeroDivisionError) as caught:
         two.run(lambda tree: 1 / 0, ({str(i): np.zeros(3) for i in range(99)},))

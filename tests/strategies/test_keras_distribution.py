@@ -121,6 +121,14 @@ def test_last_batch_that_cannot_be_split_is_an_error_with_the_fix(four, keras):
     assert keras.distribution.distribution() is None
 
 
+def test_model_that_was_built_outside_the_scope_is_an_error_with_a_note(four, keras):
+    model = compiled(keras)
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="incompatible devices") as caught, four.scope():
+        warnings.simplefilter("ignore")  # of Keras
+        model.fit(INPUTS, TARGETS, batch_size=16, verbose=0)
+    assert "Build and compile it inside the scope." in "".join(caught.value.__notes__)
+
+
 def test_error_of_the_user_is_not_changed(four, keras):
     with pytest.raises(ValueError, match=r"^of the user"), four.scope():
         raise ValueError("of the user")

@@ -99,6 +99,13 @@ def test_invalid_results_raise(fn, kind, message, two):
         jdist.eval_step(fn).over(1.0, data)
 
 
+def test_evaluation_outside_the_scope_of_the_state_is_an_error_with_a_note(two):
+    w = two.put(np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="is on .*cpu:1, and this strategy uses") as caught:
+        evaluate.over(w, [(X, Y)])
+    assert "No strategy is current" in caught.value.__notes__[-1]
+
+
 def test_data_without_an_end_or_without_batches_raise(two):
     with pytest.raises(ValueError, match=r"^The data set is endless"):
         evaluate.over(1.0, two.distribute_dataset((X, Y), 4, epochs=None))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import pathlib
@@ -23,7 +24,7 @@ from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
 from jdist._src.checkpoint.storage import CheckpointError, FolderLock, listed, short_message, write_error
 from jdist._src.checkpoint.writer import Writer
 from jdist._src.core import activity
-from jdist._src.core.arguments import as_int
+from jdist._src.core.arguments import as_int, function_name
 from jdist._src.core.atomic_files import check_path
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.source_lines import caller_frame
@@ -452,6 +453,11 @@ class Checkpointer:
                 "Call `restore(strategy)`."
             )
         check_devices_attached(strategy.mesh)
+        if inspect.isroutine(like):
+            raise TypeError(
+                f"`like` is the function `{function_name(like)}`. Pass the state that it creates, or its shapes: "
+                "`like=strategy.init(make_state)`, or `like=jax.eval_shape(make_state)`."
+            )
         step = storage.find_step(self._folder, step)
         try:
             path = storage.manifest_path(self._folder, step)

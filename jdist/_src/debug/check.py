@@ -17,6 +17,7 @@ from jdist._src.core.arguments import check_callable
 from jdist._src.core.errors import DivergentCollectiveError
 from jdist._src.core.source_lines import Frame
 from jdist._src.debug.check_report import CheckReport, CheckVerdict, FunctionCheck, ResultCheck
+from jdist._src.execution.program import Program
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
@@ -25,6 +26,7 @@ from jdist._src.jaxpr.mapped_functions import MappedFunction, Result, error_line
 from jdist._src.jaxpr.origins import find_origins
 from jdist._src.jaxpr.relations import Relation
 from jdist._src.strategies.description import listed
+from jdist._src.strategies.late_bound_step import Step
 
 _GLOBAL_VIEW = (
     "global view: the function is one program, which XLA partitions, so the devices compute the same values as one "
@@ -48,7 +50,7 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckReport:
         A `jdist.CheckReport`, which prints as tables. `report.num_findings` is the number of mistakes.
 
     Raises:
-        TypeError: `fn` is not a function.
+        TypeError: `fn` is not a function, or a step of jdist.
         Exception: `fn` raises it for these arguments.
 
     Example:
@@ -69,6 +71,11 @@ def check(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckReport:
         ('not proved', 1)
     """
     check_callable(fn)
+    if isinstance(fn, (Program, Step)):
+        raise TypeError(
+            "`jdist.check` reads functions under `jax.pmap` and `jax.shard_map`. A step of jdist has its own proof: "
+            "`print(step.proof)` after a call, or `print(jdist.debug.explain(step, state, *batch))`."
+        )
     with record_mapped_functions() as functions:
         trace(fn, args, kwargs)
     is_split = any(_num_devices(leaf) > 1 for leaf in jax.tree.leaves((args, kwargs)))

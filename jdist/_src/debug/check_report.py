@@ -100,6 +100,11 @@ class CheckReport:
         """The number of findings in all functions."""
         return sum(function.num_findings for function in self.functions)
 
+    def __bool__(self) -> bool:
+        """Raises TypeError: a report is not a verdict."""
+        findings = _count(self.num_findings, "finding")
+        raise TypeError(f"A report has no truth value: it has {findings}. Write `assert not report.num_findings`.")
+
     def to_json(self) -> str:
         """Returns the report as JSON: `{"findings": 1, "functions": [...]}`."""
         functions = [{**dataclasses.asdict(function), "findings": function.num_findings} for function in self.functions]

@@ -1,8 +1,11 @@
 """Forced CPU devices, for tests of multi-device programs on any machine."""
 
+import sys
+
 import jax
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.backend_start import backend_start_line
 from jdist._src.core.jax_compat import has_backend
 
 
@@ -31,7 +34,11 @@ def use_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     elif jax.default_backend() == "cpu" and jax.local_device_count() != count:
         number = f"{jax.local_device_count()} CPU device{'s' * (jax.local_device_count() > 1)}"
+        pytest = (
+            f" With pytest, write `jdist_devices = {count}` in the configuration." if "pytest" in sys.modules else ""
+        )
         raise RuntimeError(
-            f"`jdist.use_cpu_devices({count})` is too late: JAX has started with {number}. Restart the Python process (in a "
-            "notebook: restart the runtime) and run this call first, before the first array is created."
+            f"`jdist.use_cpu_devices({count})` is too late: JAX has started{backend_start_line()} with {number}. Restart the "
+            "Python process (in a notebook: restart the runtime) and run this call first, before the first array is created."
+            f"{pytest}"
         )

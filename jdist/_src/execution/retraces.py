@@ -6,7 +6,7 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -220,9 +220,30 @@ def _static_difference(old: PyTreeDef, new: PyTreeDef) -> list[tuple[str, str]]:
         return []
     before, after = old.node_data(), new.node_data()
     if before != after or len(old.children()) != len(new.children()):
-        return [(_node_text(before), _node_text(after))]
+        if before is None or after is None or before[0] is not after[0]:
+            return [(_node_text(before), _node_text(after))]
+        name, values = _differing_part(before[1], after[1])
+        return [tuple(f"`{before[0].__name__}` with {name}{short_line(value, 100)}" for value in values)]
     pairs = zip(old.children(), new.children(), strict=True)
     return next((found for pair in pairs if (found := _static_difference(*pair))), [])
+
+
+def _differing_part(before: Any, after: Any, names: Sequence[str] | None = None) -> tuple[str, tuple[Any, Any]]:
+    """Returns the innermost part that differs between two static values, and `NAME=` if it is an attribute of an nnx module.
+
+    The static values of an nnx module are a tuple with names of attributes and a tuple with their values.
+    """
+    is_tuple = isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after)
+    index = next((i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b), None) if is_tuple else None
+    if index is None:
+        return "", (before, after)
+    length = len(before[index]) if isinstance(before[index], tuple) else None
+    is_names = lambda part: (
+        isinstance(part, tuple) and len(part) == length and all(isinstance(one, str) for one in part)
+    )
+    inner_names = next((part for part in before[:index] if is_names(part)), None)
+    name, values = _differing_part(before[index], after[index], inner_names)
+    return (f"{names[index]}={name}" if names else name), values
 
 
 def _node_text(node: tuple[type, Any] | None) -> str:

@@ -153,7 +153,25 @@ def note_arguments(call: _Call, num_replicas: int) -> Iterator[None]:
         add_note_once(
             error, f"While `{_name_of(call.fn)}` was traced for {part}: {short_line(arguments or 'no arguments', 500)}."
         )
+        if isinstance(error, TypeError) and "positional argument" in str(error):
+            _note_number_of_arguments(error, call)
         raise
+
+
+def _note_number_of_arguments(error: TypeError, call: _Call) -> None:
+    """Adds a note to an error if the function of the user takes another number of arguments."""
+    arguments = call.named_arguments()
+    try:
+        signature = inspect.signature(call.fn)
+        signature.bind(*(value for _, value in arguments))
+    except TypeError:
+        add_note_once(
+            error,
+            f"`{_name_of(call.fn)}{signature}` was called with {len(arguments)} argument{'s' * (len(arguments) != 1)}. "
+            "A batch is one argument, `step(state, batch)`, or several, `step(state, *batch)`.",
+        )
+    except ValueError:  # no signature
+        pass
 
 
 def _name_of(fn: Any) -> str:

@@ -45,6 +45,8 @@ def keras_distribution(strategy: Any) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        if "incompatible devices for jitted computation" in str(error):
+            error.add_note(_BUILT_OUTSIDE)
         if "array axis 0 is partitioned" not in str(error) or not distribution.has_data:
             raise
         raise ValueError(_UNEVEN_BATCH.format(len(strategy.devices), _TRAINER)) from error
@@ -136,6 +138,10 @@ _NO_FIT = "In `strategy.scope()`, Keras' own `fit` {}. " + _TRAINER
 _UNEVEN_BATCH = (  # Keras chooses one layout for all batches of an epoch, by the first one
     "Keras cannot split a batch of an epoch over the {0} devices of `strategy.scope()`, in general the last one. Use a "
     "multiple of {0} as `batch_size`, and a multiple of {0} examples: `x[:len(x) // {0} * {0}]`. {1} It pads the last batch."
+)
+_BUILT_OUTSIDE = (
+    "A Keras model that was built outside `strategy.scope()` has its variables on one device. Build and compile it inside the "
+    "scope. " + _TRAINER
 )
 _IMPORTED_INSIDE = (
     "Keras was imported inside `strategy.scope()`, so its `fit` ran on one device. Import `keras` before the scope. "

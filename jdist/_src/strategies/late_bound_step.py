@@ -77,7 +77,7 @@ class Step(Generic[StateT, InputsT, OutputsT]):
             try:
                 return program.call(args)
             except ValueError as error:
-                _add_missing_strategy_note(error, args)
+                add_missing_strategy_note(error, args)
                 raise
 
     @overload
@@ -149,7 +149,7 @@ def _no_program() -> None:
     return None
 
 
-def _add_missing_strategy_note(error: ValueError, args: Sequence[PyTree]) -> None:
+def add_missing_strategy_note(error: ValueError, args: Sequence[PyTree]) -> None:
     """Adds a note to an error if no strategy is current, and an argument is on several devices."""
     arrays = [leaf for leaf in jax.tree.leaves(args) if is_device_array(leaf)]
     if current_context().strategy is None and any(len(array.sharding.device_set) > 1 for array in arrays):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree, describe_type
 from jdist._src.strategies.base import Strategy
-from jdist._src.strategies.current import get_strategy
+from jdist._src.strategies.current import get_strategy, has_strategy
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.strategies.variables import read_values
 from jdist._src.values.per_replica import PerReplica
@@ -50,6 +50,7 @@ def assert_same_as_one_device(
         AssertionError: The numbers differ. The message names the batch, the leaf and the largest difference.
         TypeError: `step` is not a function.
         ValueError: `batches` is empty.
+        RuntimeError: No strategy is passed or current, so one device would be compared with itself.
 
     Example:
         >>> def step(w, x):
@@ -61,6 +62,11 @@ def assert_same_as_one_device(
     """
     if not callable(step):
         raise TypeError(f"`step` must be a function `(state, *inputs) -> (state, outputs)`, got {describe_type(step)}.")
+    if strategy is None and not has_strategy():
+        raise RuntimeError(
+            "No strategy is current, so one device would be compared with itself. Call it in `strategy.scope()`, pass "
+            '`strategy=`, or write `@jdist.testing.strategies("mirrored_2")` above the test.'
+        )
     strategy = strategy or get_strategy()
     one_device = OneDeviceStrategy(next(iter(strategy.replicas.local_devices.values())))
     fn = inspect.unwrap(step)  # a step of another strategy

@@ -59,7 +59,8 @@ def strategies(*choices: str | Callable[[], Strategy]) -> Callable[[Callable[...
             strategy.
 
     Raises:
-        TypeError: It decorates a class or a method of a `unittest.TestCase`; use `jdist.testing.variants` there.
+        TypeError: It decorates a class or a method of a `unittest.TestCase`; use `jdist.testing.variants` there. Or
+            `choices` contains a strategy, or the test itself.
         ValueError: A name is unknown, or `choices` is empty.
 
     Example:
@@ -72,8 +73,17 @@ def strategies(*choices: str | Callable[[], Strategy]) -> Callable[[Callable[...
             f'`strategies()` needs at least one name. Write `strategies("one_device", "mirrored_2")`. {_LIST}'
         )
     for choice in choices:
+        if isinstance(choice, Strategy):
+            raise TypeError(
+                f"Pass a function that returns the strategy, `strategies(lambda: {choice!r})`, or a name. {_LIST}"
+            )
         if not callable(choice):
             _parse(choice)
+        elif inspect.isfunction(choice) and choice.__name__.startswith("test"):
+            raise TypeError(
+                f"`@jdist.testing.strategies` is written without names above `{choice.__name__}`. Write "
+                f'`@jdist.testing.strategies("one_device", "mirrored_2")`. {_LIST}'
+            )
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         import pytest

@@ -19,7 +19,7 @@ from jdist._src.jaxpr.replication import warn_once
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.strategies.current import get_strategy
-from jdist._src.strategies.late_bound_step import bind_state
+from jdist._src.strategies.late_bound_step import add_missing_strategy_note, bind_state
 from jdist._src.training.loss_functions import check_metric_weights, is_metric, optional_parameters
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
@@ -104,7 +104,7 @@ class EvalStep(Generic[MetricsT, ValuesT]):
             ...     evaluate.over(0.5, data)
             {'error': 2.5}
         """
-        if is_distributed(batches) or not isinstance(batches, Iterable):
+        if is_distributed(batches) or isinstance(batches, dict) or not isinstance(batches, Iterable):
             raise TypeError(
                 f"`batches` must be an iterable of batches, such as a distributed data set, got {describe_type(batches)}. Of "
                 "one batch, call `evaluate(state, batch)`."
@@ -137,7 +137,11 @@ class EvalStep(Generic[MetricsT, ValuesT]):
     def _run(self, state: PyTree, batch: PyTree, weights: Any) -> Any:
         args = (state, batch) if weights is None else (state, batch, weights)
         strategy, num_traces = get_strategy(), self._num_traces
-        metrics = strategy.run(self._batch_metrics, args)
+        try:
+            metrics = strategy.run(self._batch_metrics, args)
+        except ValueError as error:
+            add_missing_strategy_note(error, args)
+            raise
         if self._num_traces != num_traces:  # as for a step, the check is a part of the trace
             _warn_of_replicated_batch(strategy.replicas, batch)
         return metrics
