@@ -222,8 +222,9 @@ def _static_difference(old: PyTreeDef, new: PyTreeDef) -> list[tuple[str, str]]:
     if before != after or len(old.children()) != len(new.children()):
         if before is None or after is None or before[0] is not after[0]:
             return [(_node_text(before), _node_text(after))]
-        name, values = _differing_part(before[1], after[1])
-        return [tuple(f"`{before[0].__name__}` with {name}{short_line(value, 100)}" for value in values)]
+        name, (old_part, new_part) = _differing_part(before[1], after[1])
+        node = f"`{before[0].__name__}` with {name}"
+        return [(f"{node}{short_line(old_part, 100)}", f"{node}{short_line(new_part, 100)}")]
     pairs = zip(old.children(), new.children(), strict=True)
     return next((found for pair in pairs if (found := _static_difference(*pair))), [])
 

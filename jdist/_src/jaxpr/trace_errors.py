@@ -163,6 +163,9 @@ def _note_number_of_arguments(error: TypeError, call: _Call) -> None:
     arguments = call.named_arguments()
     try:
         signature = inspect.signature(call.fn)
+    except ValueError:  # of a function that is not written in Python
+        return
+    try:
         signature.bind(*(value for _, value in arguments))
     except TypeError:
         add_note_once(
@@ -170,8 +173,6 @@ def _note_number_of_arguments(error: TypeError, call: _Call) -> None:
             f"`{_name_of(call.fn)}{signature}` was called with {len(arguments)} argument{'s' * (len(arguments) != 1)}. "
             "A batch is one argument, `step(state, batch)`, or several, `step(state, *batch)`.",
         )
-    except ValueError:  # no signature
-        pass
 
 
 def _name_of(fn: Any) -> str:
