@@ -74,10 +74,15 @@ def libraries(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-k", names)
 
 
-@nox.session(python=OLDEST, default=False)
+@nox.session(python=NEWEST, default=False)
 def benchmarks(session: nox.Session) -> None:
-    """All benchmarks with `--quick`, or with the options after `--`."""
-    session.install(*CONSTRAINTS, "-e", ".[grain]")
-    for path in sorted(pathlib.Path("benchmarks").glob("*.py")):
-        if "parse_args()" in path.read_text():
-            session.run("python", str(path), *(session.posargs or ["--quick"]))
+    """All benchmarks with `--quick`, or with the options after `--`; writes their section of docs/benchmarks.md."""
+    session.install(*CONSTRAINTS, "-e", ".[grain,plot]")
+    session.run("python", "benchmarks/page.py", "benchmarks", *session.posargs)
+
+
+@nox.session(python=NEWEST, default=False)
+def peers(session: nox.Session) -> None:
+    """The benchmarks against TensorFlow, Keras on JAX, torch and orbax; writes their section of docs/benchmarks.md."""
+    session.install(*CONSTRAINTS, "-e", ".[grain,plot]", "keras", "tensorflow-cpu", "torch")
+    session.run("python", "benchmarks/page.py", "peers", *session.posargs)

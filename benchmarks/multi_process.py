@@ -182,8 +182,8 @@ def candidates(model, optimizer, batch):
         if args.variants:
             loops["torch alone"] = torch_models.DDPLoop(model, local, fused=True, reduces=False)
     if HAS_TENSORFLOW:
-        loops["TensorFlow"] = tensorflow_models.MultiWorkerLoop(model, local, compiles=False)
-        loops["TensorFlow, XLA"] = tensorflow_models.MultiWorkerLoop(model, local, compiles=True)
+        loops["TensorFlow"] = tensorflow_models.StrategyLoop(model, local, compiles=False)
+        loops["TensorFlow, XLA"] = tensorflow_models.StrategyLoop(model, local, compiles=True)
     return loops
 
 

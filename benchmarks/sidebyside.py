@@ -55,7 +55,7 @@ def rows(case: str, taken: dict[str, list[float]], steps: int = 1) -> list[dict[
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         more = statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) / steps * 1e6
-        row = {"case": case, "peer": peer, "ratio": middle, "low": low, "high": high}
+        row = {"case": case, "peer": peer, "ratio": middle, "low": low, "high": high, "rounds": len(ratios)}
         found.append({**row, "microseconds": statistics.median(ours) / steps * 1e6, "more": more})
     return found
 

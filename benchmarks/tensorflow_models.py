@@ -9,50 +9,29 @@ import time
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import models
+import numpy as np
 import tensorflow as tf
-
-layers = tf.keras.layers
-
-
-def transformer(blocks, width, length):
-    x = inputs = layers.Input((length,), dtype=tf.int32)
-    x = layers.Embedding(1000, width)(x)
-    for _ in range(blocks):
-        y = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(num_heads=4, key_dim=width // 4)(y, y)
-        y = layers.Dense(4 * width)(layers.LayerNormalization()(x))
-        x = x + layers.Dense(width)(tf.keras.activations.gelu(y, approximate=True))
-    return tf.keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+from keras_models import adamw, keras_model
 
 
-def tensorflow_model(model, shape):
-    """Returns the Keras model with the shapes of a flax model, for inputs of shape `shape`."""
-    if isinstance(model, models.Transformer):
-        return transformer(model.blocks, model.width, shape[1])
-    if isinstance(model, models.CNN):
-        convolutions = [layers.Conv2D(width, 3, padding="same", activation="relu") for width in (32, 64)]
-        hidden = [*convolutions, layers.MaxPooling2D(), layers.Flatten(), layers.Dense(128, activation="relu")]
-    else:
-        hidden = [layers.Dense(width, activation="relu") for width in model.widths]
-    return tf.keras.Sequential([layers.Input(shape[1:]), *hidden, layers.Dense(10)])
-
-
-class MultiWorkerLoop:
-    """Trains with `MultiWorkerMirroredStrategy` and AdamW; every call of `losses` continues the training.
+class StrategyLoop:
+    """Trains with the current strategy and AdamW; every call of `losses` continues the training.
 
     Args:
         model: The flax model whose shapes are used.
-        batch: The inputs and labels of this process.
+        batch: The inputs and labels of the replicas of this process.
         compiles: Whether XLA compiles the loss and its gradients.
     """
 
     def __init__(self, model, batch, compiles):
         strategy = tf.distribute.get_strategy()
-        x, y = (tf.constant(part) for part in batch)
+        replicas = len(strategy.extended.worker_devices)
+        parts = [tuple(map(tf.constant, part)) for part in zip(*(np.split(x, replicas) for x in batch), strict=True)]
+        self.batch = strategy.experimental_distribute_values_from_function(
+            lambda context: parts[context.replica_id_in_sync_group % replicas]
+        )
         with strategy.scope():
-            net = tensorflow_model(model, batch[0].shape)
-            optimizer = tf.keras.optimizers.AdamW(1e-3, weight_decay=1e-4)
+            net, optimizer = keras_model(model, batch[0].shape), adamw()
             optimizer.build(net.trainable_variables)
 
         @tf.function(jit_compile=compiles)
@@ -67,10 +46,17 @@ class MultiWorkerLoop:
             optimizer.apply_gradients(zip(grads, net.trainable_variables, strict=True))
             return loss
 
-        self.step = tf.function(lambda: strategy.run(train_step, args=(x, y)))
+        self.step = tf.function(lambda batch: strategy.run(train_step, args=batch))
+        self.local_results = strategy.experimental_local_results
 
     def losses(self, steps):
-        return [self.step().numpy() for _ in range(steps)]
+        return [np.mean([loss.numpy() for loss in self.local_results(self.step(self.batch))]) for _ in range(steps)]
+
+
+def logical_devices(count):
+    """Splits the CPU into devices, before TensorFlow uses it."""
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
 
 
 def join(folder, process, count):

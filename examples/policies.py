@@ -10,7 +10,9 @@ the reference documentation in the standard library, `pydoc_data.topics`. The by
 
 import argparse
 import itertools
+import json
 import math
+import pathlib
 import time
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -201,6 +203,7 @@ def pyplot():
     except ModuleNotFoundError:
         raise SystemExit('The figure needs matplotlib: python -m pip install -e ".[plot]"') from None
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "policies"})  # text stays text
     from matplotlib import pyplot
 
     return pyplot
@@ -232,7 +235,9 @@ def draw(results: dict[str, Result], title: str, path: str) -> None:
     axes.legend(frameon=False, loc="lower left", fontsize=9)
     figure.canvas.draw()
     label(axes, {name: (one.sent / 1e3, one.loss) for name, one in results.items()})
-    figure.savefig(path)
+    points = {name: (round(one.sent / 1e3, 1), round(one.loss, 4)) for name, one in results.items()}
+    is_svg = pathlib.Path(path).suffix == ".svg"
+    figure.savefig(path, metadata={"Date": None, "Description": json.dumps(points)} if is_svg else None)
 
 
 def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
@@ -273,7 +278,8 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=512, help="training steps per policy (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="global batch size (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling (default: %(default)s)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draws the loss against the bytes")
+    parser.add_argument("--plot", metavar="FILE.png", help="draws the loss against the bytes, also as FILE.svg")
+    parser.add_argument("--json", metavar="FILE.json", help="writes the table")
     args = parser.parse_args()
     jdist.use_cpu_devices(args.replicas)  # before JAX starts; no effect on accelerators
     # The settings of `exact` and `hierarchical` need these; checked here, before other policies train for minutes.
@@ -312,6 +318,9 @@ def main():
         console.print(
             "On CPU, XLA may reduce in a wider dtype than requested, and sends that dtype: bfloat16 becomes float32."
         )
+    if args.json:
+        rows = {name: one._asdict() for name, one in results.items()}
+        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
     if args.plot:
         draw(results, f"Communication and loss of policies: {args.steps} steps, {args.replicas} replicas", args.plot)
         console.print(f"Drawn to {args.plot}")

@@ -18,6 +18,8 @@ OTHERS = (
     "accelerator",
     "sidebyside",
     "models",
+    "keras_models",
+    "page",
     "torch_models",
     "tensorflow_models",
     "tensorflow_parameter_server",
@@ -32,6 +34,8 @@ OPTIONS = {
     "multi_process": ["--case mlp", "--case sum"],
     "parameter_server": ["--case sparse"],
     "recovery": ["--case kill"],
+    "devices": ["--case mlp --devices 2"],
+    "first_step": ["--devices 2 --processes 2"],
 }
 
 
