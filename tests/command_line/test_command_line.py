@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -62,6 +63,8 @@ def test_command_without_verb_or_with_an_unknown_verb_or_argument_has_status_2(r
         "",
         "jdist: there is no command 'qqq'. The commands are check, devices, doctor, env, plan, replay, run.\n",
     )
+    for word, line in {"launch": "jdist run -n 2 train.py", "work.py": "jdist run -n 2 work.py"}.items():
+        assert run(word) == (2, "", f"jdist: there is no command {word!r}. Write `{line}`.\n")
     status, _, errors = run("env", "--yaml")
     assert status == 2 and "unrecognized arguments: --yaml" in errors
 
@@ -88,6 +91,14 @@ def test_env_reports_versions_devices_flags_and_variables_as_text_and_json(run, 
     assert report["devices"] == {
         "platform": "cpu", "kinds": {"cpu": 8}, "count": 8, "local_count": 8, "processes": 1, "process_index": 0
     }  # fmt: skip
+
+
+def test_reader_that_ends_before_the_output_is_no_traceback():
+    command = subprocess.Popen([sys.executable, "-m", "jdist", "env"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert command.stdout and command.stderr
+    command.stdout.close()
+    assert (command.stderr.read(), command.wait()) == (b"", 128 + signal.SIGPIPE)
+    command.stderr.close()
 
 
 def test_env_reports_no_secret_and_no_other_variable(monkeypatch):

@@ -437,6 +437,11 @@ def test_one_process_runs_without_a_number_and_without_gpus(run):
         "-n 2 --nodes 2 --node-rank 2 --coordinator h:1 train.py": "--node-rank must be 0 to 1 for --nodes 2, got 2.",
         "-n 2 --coordinator h train.py": "must be a host and a port, such as 10.0.0.1:8476, got 'h'",
         "-n 2 --coordinator h:70000 train.py": "must be a host and a port, such as 10.0.0.1:8476, got 'h:70000'",
+        "-np 2 train.py": "-np is an option of another launcher. Write -n N, the number of processes on this machine.",
+        "--nproc_per_node=2 train.py": "--nproc_per_node is an option of another launcher. Write -n N",
+        "--num_processes 2 train.py": "--num_processes is an option of another launcher. Write -n N",
+        "-n 2 --nnodes 2 train.py": "--nnodes is an option of another launcher. Write --nodes M",
+        "-n 2 --master_addr h train.py": "--master_addr is an option of another launcher. Write --coordinator HOST:PORT",
         "-n 2 --unknown train.py": "unrecognized arguments: --unknown",
         "-n 2 --max-restarts -1 train.py": "argument --max-restarts: must be an integer >= 0, got '-1'",
         "-n 2 --max-restarts all train.py": "argument --max-restarts: must be an integer >= 0, got 'all'",
@@ -462,6 +467,17 @@ def test_invalid_command_has_status_2_and_starts_nothing(command, message, tmp_p
     assert main(["run", *command.split()]) == 2
     output, errors = capsys.readouterr()
     assert output == "" and message.format(folder=tmp_path) in " ".join(errors.split())
+
+
+def test_number_of_processes_after_the_program_is_its_argument_and_noted(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    assert main(["run", "train.py", "-n", "2"]) == 0
+    output, errors = capfd.readouterr()
+    assert output == "[0] ['-n', '2']\n"
+    assert "`-n 2` after the program is an argument of train.py. To start 2 processes, write `jdist run -n 2" in errors
+    assert main(["run", "-n", "1", "train.py", "-n", "2"]) == 0
+    assert capfd.readouterr() == ("[0] ['-n', '2']\n", "")
 
 
 def test_port_in_use_is_an_error_on_machine_0_only(run):

@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nearest = [name for name in VERBS if arguments[0].startswith(name) or name.startswith(arguments[0])]
         nearest = nearest or difflib.get_close_matches(arguments[0], VERBS, n=1)
         advice = f"Did you mean `jdist {nearest[0]}`?" if nearest else f"The commands are {', '.join(VERBS)}."
+        if arguments[0].endswith(".py") or arguments[0] in ("launch", "start", "torchrun"):
+            program = arguments[0] if arguments[0].endswith(".py") else "train.py"
+            advice = f"Write `jdist run -n 2 {program}`."
         print(f"jdist: there is no command {arguments[0]!r}. {advice}", file=sys.stderr)
         return 2
     parser = _parser()

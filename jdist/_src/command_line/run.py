@@ -22,6 +22,7 @@ from jdist._src.command_line.run_options import (
     check_program,
     check_restarts,
     has_restarts,
+    note_misplaced_number,
     set_number_of_processes,
 )
 from jdist._src.command_line.verb import Verb
@@ -44,6 +45,8 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         command = Command("module" if arguments.module else "script", arguments.program, arguments.arguments)
         check_program(command)
+        if note := note_misplaced_number(arguments):
+            print(note, file=sys.stderr)
         set_number_of_processes(arguments)
         check_nodes(arguments)
         check_restarts(arguments)

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jdist._src.launch.command import Command
 from jdist._src.launch.end_rules import EndTimes
@@ -104,8 +104,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the processes are started: on this machine (default), or by actors of a running Ray cluster",
     )
     add("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
+    for hint, names in _OTHER_LAUNCHERS.items():
+        add(*names.split(), nargs="?", action=_OtherLauncher, const=hint, help=argparse.SUPPRESS)
     add("program", help="a Python script, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program")
+
+
+# The line to write for options of torchrun, `accelerate launch` and mpirun.
+_OTHER_LAUNCHERS = {
+    "-n N, the number of processes on this machine": "-np --np --nproc --nproc-per-node --nproc_per_node --num-processes "
+    "--num_processes",
+    "--nodes M, the number of machines": "--nnodes --num-nodes --num_nodes --num_machines --num-machines",
+    "--node-rank K, the index of this machine": "--node_rank --machine_rank --machine-rank",
+    "--coordinator HOST:PORT, the address of machine 0": "--master-addr --master_addr --master-port --master_port "
+    "--main_process_ip --main_process_port --rdzv-endpoint --rdzv_endpoint",
+    "--devices-per-process D": "--gpus-per-node --gpus_per_node --num-gpus --num_gpus --gpus",
+}
+
+
+class _OtherLauncher(argparse.Action):
+    """An option of another launcher: an error with the option to write."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser.error(f"{option_string} is an option of another launcher. Write {self.const}.")
+
+
+def note_misplaced_number(arguments: argparse.Namespace) -> str:
+    """Returns a line about `-n N` after the program, which is then an argument of the program; empty if there is none."""
+    if arguments.processes is not None or arguments.elastic is not None:
+        return ""
+    pairs = zip(arguments.arguments, arguments.arguments[1:], strict=False)
+    number = next((value for name, value in pairs if name in ("-n", "--processes") and value.isdigit()), None)
+    if number is None:
+        return ""
+    return (
+        f"jdist run: `-n {number}` after the program is an argument of {arguments.program}. To start {number} processes, write "
+        f"`jdist run -n {number} {arguments.program}`."
+    )
 
 
 def has_restarts(arguments: argparse.Namespace) -> bool:

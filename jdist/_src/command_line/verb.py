@@ -1,6 +1,9 @@
 """One verb of the command line. This module does not import JAX, because `jdist run` starts without it."""
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -40,4 +43,10 @@ def run_verb(name: str, verb: Verb, arguments: Sequence[str]) -> int:
         parsed = parser.parse_args(arguments)
     except SystemExit as exit:  # argparse has printed the help or the error
         return int(exit.code or 0)
-    return verb.run(parsed)
+    try:
+        status = verb.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has ended, as in `jdist env | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of Python
+        return 128 + signal.SIGPIPE
+    return status
