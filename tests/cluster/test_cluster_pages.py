@@ -15,7 +15,7 @@ import jdist
 from jdist._src.command_line.main import VERBS
 
 ROOT = pathlib.Path(jdist.__file__).parent.parent
-PAGES = ["slurm", "kubernetes", "tpu_pod"]
+PAGES = ["slurm", "kubernetes", "tpu_pod", "ray"]
 
 
 def text_of(page):
@@ -53,8 +53,8 @@ def test_commands_of_jdist_exist(page):
     for verb, arguments in commands:
         parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
         VERBS[verb].add_arguments(parser)
-        if arguments:
-            parser.parse_args(shlex.split(arguments))
+        if arguments:  # of a command in the text, possibly without its program
+            parser.parse_args(shlex.split(arguments) + ["train.py"] * (verb == "run" and ".py" not in arguments))
 
 
 BATCH_SCRIPT = next(script for script in blocks("slurm", "sh") if script.startswith("#!"))
