@@ -12,6 +12,7 @@ from test_docs import ROOT, RUN_PAGE
 PAGES = {  # the number of tables, and the least number of rows
     "coming_from": (5, 100),
     "from_pytorch": (1, 30),
+    "from_horovod": (1, 20),
 }
 ROW = re.compile(r"^\| .* \| `([^`]+)` \|$")
 
