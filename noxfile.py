@@ -1,6 +1,7 @@
 """The sessions: `nox` runs the default tests, the lint and the types; `nox -s slow` and others by name."""
 
 import pathlib
+import re
 import shutil
 
 import nox
@@ -62,6 +63,27 @@ def docs(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, "-e", ".[docs]")
     session.run("sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html")
     session.run("python", "docs/_ext/check_links.py", "docs/_build/html")
+
+
+@nox.session(python=NEWEST, default=False)
+def release(session: nox.Session) -> None:
+    """The sdist and the wheel: contents, metadata, and the examples of the README with the wheel in an empty environment."""
+    session.install("build", "twine")
+    folder = pathlib.Path(session.create_tmp()).absolute()
+    shutil.rmtree(folder)
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"))  # the wheel is built from the sdist
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(folder / "tree"))
+    files = [str(*(folder / "dist").glob(pattern)) for pattern in ("*.tar.gz", "*.whl")]
+    session.run("twine", "check", "--strict", *files)
+    session.run("python", ".ci/check_release.py", *files, str(*(folder / "tree").glob("*.whl")))
+    session.run("python", "-m", "venv", str(folder / "empty"))
+    programs = folder / "empty/bin"
+    session.run(str(programs / "pip"), "install", "-q", "--no-compile", *CONSTRAINTS, files[1], external=True)
+    readme = pathlib.Path("README.md").read_text()
+    examples = "\n".join(re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL))
+    session.chdir(folder)
+    for command in (["jdist", "--help"], ["jdist", "env"], ["python", "-W", "error", "-c", examples]):
+        session.run(str(programs / command[0]), *command[1:], external=True, env={"PYTHONPATH": ""})
 
 
 @nox.session(python=NEWEST, default=False)
