@@ -279,12 +279,12 @@ REFUSED = {
     "step_of_another": (
         ValueError,
         lambda s: s.compile(STRATEGIES["mirrored_2"]().step(add), W, X),
-        "The step was made by another strategy. Pass its function, or a step that this strategy made from it.",
+        "Another strategy made the step. Pass its function, or a step that this strategy made of it.",
     ),
     "step_of_its_twin": (
         ValueError,
         lambda s: s.compile(ON_TPUS["tpu"]().step(add), W, X),
-        "The step was made by another strategy.",
+        "Another strategy made the step.",
     ),
     "not_a_function": (TypeError, lambda s: s.compile(3, W, X), "`fn` must be a function, got int."),
     "too_few_rows": (
