@@ -2,12 +2,11 @@
 
 import os
 import re
-import warnings
 
 from jdist._src.cluster.resolution import resolve
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
 from jdist._src.cluster.settings import Variables
-from jdist._src.core.source_lines import caller_frame
+from jdist._src.core.source_lines import warn_at_caller
 
 # Launchers, queues and operators of which no resolver reads the variables: the number of processes or nodes, and other
 # variables of the same source for the message.
@@ -76,9 +75,3 @@ def warn_of_unresolved_variables() -> None:
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass a resolver: "
             "`MultiWorkerMirroredStrategy(resolver)`."
         )
-
-
-def warn_at_caller(message: str) -> None:
-    """Warns at the line of the program that called jdist."""
-    frame = caller_frame()
-    warnings.warn_explicit(message, UserWarning, frame.file if frame else "", frame.line if frame else 0)

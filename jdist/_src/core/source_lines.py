@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -127,6 +128,12 @@ def caller_frame(frame: FrameType | None = None) -> Frame | None:
             return Frame(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
     return None
+
+
+def warn_at_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line of user code on the call stack."""
+    frame = caller_frame()
+    warnings.warn_explicit(message, category, frame.file if frame else "", frame.line if frame else 0)
 
 
 def reader_frame() -> Frame | None:

@@ -155,8 +155,7 @@ class Retraces(Stage):
         more = f" (and {len(changes) - 1} more leaves)" if len(changes) > 1 else ""
         count = f" These are {self._num_programs} programs of this step." if self._num_programs >= _MANY_OF_STEP else ""
         message = f"`{self._spec.name}` {event}: {changes[0].text}{more}.{count} {changes[0].advice}"
-        place = source_lines.caller_frame()
-        warnings.warn_explicit(message, RetraceWarning, place.file if place else "", place.line if place else 0)
+        source_lines.warn_at_caller(message, RetraceWarning)
 
 
 def warn_of_many_programs(fn: Callable[..., Any], backend: Backend) -> None:

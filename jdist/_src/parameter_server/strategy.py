@@ -22,7 +22,7 @@ from jdist._src.parameter_server.ray_cluster import RayCluster
 from jdist._src.parameter_server.ray_executor import RayExecutor
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
-from jdist._src.strategies.own_devices import check_own_devices
+from jdist._src.strategies.explicit_devices import check_devices_are_explicit
 from jdist._src.values.remote_array import materialize
 
 
@@ -111,7 +111,9 @@ class ParameterServerStrategy(Strategy):
         bound = None if max_staleness is None else as_int("`max_staleness`", max_staleness, 0)
         path = None if record is None else pathlib.Path(record)
         listed = workers if isinstance(workers, (list, tuple)) else None
-        check_own_devices("`ParameterServerStrategy`", listed, "ParameterServerStrategy(workers=jax.local_devices())")
+        check_devices_are_explicit(
+            "`ParameterServerStrategy`", listed, "ParameterServerStrategy(workers=jax.local_devices())"
+        )
         devices = _worker_devices(workers, engine)
         replicas = Replicas.from_mesh(replica_mesh(devices[:1], axis_name), axis_name=axis_name)
         host_sharding, tests_finite = replicas.replicated_sharding, non_finite != "keep"

@@ -18,7 +18,7 @@ from jdist._src.devices.topology import is_topology_device
 from jdist._src.execution.device_offload import DeviceOffloadBackend
 from jdist._src.execution.host_offload import HostOffloadBackend
 from jdist._src.strategies.base import Strategy
-from jdist._src.strategies.own_devices import check_own_devices
+from jdist._src.strategies.explicit_devices import check_devices_are_explicit
 from jdist._src.values.state_sharding import StateSharding
 
 _Offload = Literal["all", "optimizer"]
@@ -66,7 +66,7 @@ class CentralStorageStrategy(Strategy):
         if offload not in get_args(_Offload):
             raise ValueError(f'`offload` is "all" or "optimizer", got {one_line(offload)}.')
         line = "CentralStorageStrategy({})".format
-        check_own_devices(
+        check_devices_are_explicit(
             "`CentralStorageStrategy`", compute_devices, line("jax.local_devices()"), line("jax.devices()")
         )
         mesh, ops, options = resolve_communication(replica_mesh(compute_devices, axis_name), None, None, False)

@@ -16,10 +16,10 @@ from jdist._src.execution.build_programs import StepOptions, View
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.explicit_devices import check_devices_are_explicit
 from jdist._src.strategies.keras_distribution import keras_distribution
 from jdist._src.strategies.late_bound_step import Step
 from jdist._src.strategies.one_device import OneDeviceStrategy
-from jdist._src.strategies.own_devices import check_own_devices
 
 _StateT = TypeVar("_StateT")
 _InputsT = ParamSpec("_InputsT")
@@ -232,7 +232,7 @@ def _strategy_of_program() -> Strategy:
 @functools.cache
 def _checked_default() -> Strategy:
     line = "jdist.set_strategy(jdist.OneDeviceStrategy(jax.local_devices()[0]))"
-    check_own_devices("The default strategy", None, line)
+    check_devices_are_explicit("The default strategy", None, line)
     return _default()
 
 

@@ -8,13 +8,13 @@ import contextlib
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jdist._src.core import jax_compat, source_lines
+from jdist._src.core import jax_compat
+from jdist._src.core.source_lines import warn_at_caller
 from jdist._src.devices.dispatch import is_bounded
 
 
@@ -36,7 +36,7 @@ def keras_distribution(strategy: Any) -> Iterator[None]:
         if not was_imported and (keras := _keras_on_jax()) is not None and _has_optimizer(keras):
             if reason := _reason_against_fit(strategy):
                 raise RuntimeError(_NO_FIT.format(reason))
-            _warn(_IMPORTED_INSIDE)
+            warn_at_caller(_IMPORTED_INSIDE)
         return
     distribution = _data_parallel(
         keras, strategy.devices, _reason_for_one_device(strategy), _reason_against_fit(strategy)
@@ -53,7 +53,7 @@ def keras_distribution(strategy: Any) -> Iterator[None]:
     finally:
         keras.distribution.set_distribution(None)
     if distribution.has_optimizer and not distribution.has_data:
-        _warn(_NOT_TRAINED_INSIDE)
+        warn_at_caller(_NOT_TRAINED_INSIDE)
 
 
 def _data_parallel(
@@ -75,12 +75,12 @@ def _data_parallel(
                 raise RuntimeError(_NO_FIT.format(reason_against_fit))
             is_first, self.has_data = not self.has_data, True
             if is_first and reason_for_one_device:
-                _warn(f"Keras' own `fit` runs on one device: {reason_for_one_device} {_TRAINER}")
+                warn_at_caller(f"Keras' own `fit` runs on one device: {reason_for_one_device} {_TRAINER}")
             num_devices = self.device_mesh.devices.size
             if data_shape[0] % num_devices == 0:
                 return super().get_data_layout(data_shape)
             if is_first:
-                _warn(
+                warn_at_caller(
                     f"A batch of {data_shape[0]} examples cannot be split over {num_devices} devices, so each device computes "
                     f"all of it. Use a multiple of {num_devices} as `batch_size`. {_TRAINER}"
                 )
@@ -121,11 +121,6 @@ def _keras_on_jax() -> Any:
     keras = sys.modules.get("keras")
     is_keras_3 = hasattr(keras, "distribution") and hasattr(keras, "config")
     return keras if keras is not None and is_keras_3 and keras.config.backend() == "jax" else None
-
-
-def _warn(message: str) -> None:
-    place = source_lines.caller_frame()
-    warnings.warn_explicit(message, UserWarning, place.file if place else "", place.line if place else 0)
 
 
 def _has_optimizer(keras: Any) -> bool:

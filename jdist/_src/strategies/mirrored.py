@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps
 from jdist._src.devices.mesh import REPLICA_AXIS, model_mesh, replica_mesh, user_mesh
 from jdist._src.strategies.base import Strategy
-from jdist._src.strategies.own_devices import check_own_devices
+from jdist._src.strategies.explicit_devices import check_devices_are_explicit
 from jdist._src.strategies.replica_backend import replica_backend
 from jdist._src.values.state_sharding import Layout
 
@@ -77,7 +77,7 @@ class MirroredStrategy(Strategy):
         if devices is not None and mesh is not None:
             raise TypeError("`MirroredStrategy` takes `devices` or `mesh`, and got both. A mesh contains its devices.")
         if not isinstance(mesh, Mesh):
-            check_own_devices("`MirroredStrategy`", devices, "MirroredStrategy(jax.local_devices())")
+            check_devices_are_explicit("`MirroredStrategy`", devices, "MirroredStrategy(jax.local_devices())")
         grid = replica_mesh(devices, axis_name) if mesh is None else model_mesh(mesh, jax.local_devices(), axis_name)
         arguments = {
             "cross_device_ops": cross_device_ops,

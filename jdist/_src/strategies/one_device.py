@@ -7,7 +7,7 @@ import jax
 from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.strategies.base import Strategy
-from jdist._src.strategies.own_devices import check_own_devices
+from jdist._src.strategies.explicit_devices import check_devices_are_explicit
 
 
 @final
@@ -32,7 +32,7 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: jax.Device | str | None = None, *, axis_name: str = REPLICA_AXIS):
         devices = None if device is None else [device]
-        check_own_devices("`OneDeviceStrategy`", devices, "OneDeviceStrategy(jax.local_devices()[0])")
+        check_devices_are_explicit("`OneDeviceStrategy`", devices, "OneDeviceStrategy(jax.local_devices()[0])")
         mesh = replica_mesh([jax.local_devices()[0] if device is None else device], axis_name)
         replicas = Replicas.from_mesh(mesh, axis_name=axis_name)
         arguments = {"device": mesh.devices.flat[0], "axis_name": axis_name}

@@ -18,7 +18,7 @@ from jdist._src.devices.mesh import (
 )
 from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
-from jdist._src.strategies.own_devices import check_own_devices
+from jdist._src.strategies.explicit_devices import check_devices_are_explicit
 from jdist._src.values.state_sharding import Layout, Shard, StateSharding, layout_rules
 
 _DATA_AXIS = "data"
@@ -95,7 +95,7 @@ class ShardedStrategy(Strategy):
         _check_shard(shard)
         if mesh is None:
             line = 'ShardedStrategy(mesh=Mesh(np.array({}), ("data",)))'.format
-            check_own_devices("`ShardedStrategy`", None, line("jax.local_devices()"), line("jax.devices()"))
+            check_devices_are_explicit("`ShardedStrategy`", None, line("jax.local_devices()"), line("jax.devices()"))
             mesh = Mesh(np.array(jax.local_devices()), (_DATA_AXIS,), axis_types=(AxisType.Auto,))
         _check_mesh(mesh, model_axis, axis_name)
         layout_fields = layout_rules(layout)

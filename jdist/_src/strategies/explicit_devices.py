@@ -1,16 +1,16 @@
-"""The check of a strategy that uses only the devices of this process: in one process of several, they must be explicit."""
+"""The check of a strategy that uses only local devices: in one process of several, they must be explicit."""
 
 import warnings
 from typing import Any
 
 import jax
 
-from jdist._src.cluster.traces import launched_process, warn_at_caller
+from jdist._src.cluster.traces import launched_process
 from jdist._src.core.jax_compat import has_backend
-from jdist._src.core.source_lines import levels_to_user
+from jdist._src.core.source_lines import levels_to_user, warn_at_caller
 
 
-def check_own_devices(strategy: str, devices: Any, explicit: str, of_all: str = "") -> None:
+def check_devices_are_explicit(strategy: str, devices: Any, explicit: str, of_all: str = "") -> None:
     """Raises if a strategy uses only the devices of this process, no devices were passed, and this process is one of several.
 
     Each process would train a separate model. Device objects are explicit. Device names are relative to a process, and are also
@@ -28,8 +28,8 @@ def check_own_devices(strategy: str, devices: Any, explicit: str, of_all: str = 
     """
     if not isinstance(devices, list | tuple | None):
         return  # `replica_mesh` checks it
-    given = devices or ()
-    if any(isinstance(device, jax.Device) for device in given) or (given and strategy in _warned_strategies):
+    passed = devices or ()
+    if any(isinstance(device, jax.Device) for device in passed) or (passed and strategy in _warned_strategies):
         return
     if not (reason := _reason_for_several_processes()):
         return
@@ -39,7 +39,7 @@ def check_own_devices(strategy: str, devices: Any, explicit: str, of_all: str = 
         f"on the devices of all of them, write `MultiWorkerMirroredStrategy()` or `auto_strategy()`{of_all and or_all}. If one "
         f"model per process is intended, as in a sweep, pass device objects: `{explicit}`."
     )
-    if not given:
+    if not passed:
         raise RuntimeError(message)
     _warned_strategies.add(strategy)
     warnings.warn(message, stacklevel=levels_to_user())
