@@ -24,7 +24,7 @@ import jdist
 from jdist._src.core import jax_compat, trace_key
 from jdist._src.execution import cpu_stages, interrupts, nn_module_stage
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
+from jdist._src.execution.interrupts import deferring_interrupts, raise_pending, uninterrupted
 
 # Calls a function in C that returns None, and during which Ctrl-C is pressed.
 press = functools.partial(uninterrupted(_thread.interrupt_main, lambda result: result), ())
@@ -120,7 +120,7 @@ def test_interrupt_of_a_call_that_runs_python_is_held_back_from_the_donation_on(
 def test_interrupt_of_python_that_must_not_stop_is_raised_after_it():
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with held_back():
+        with deferring_interrupts():
             signal.raise_signal(signal.SIGINT)
             done.append(True)
         raise_pending()
@@ -129,7 +129,7 @@ def test_interrupt_of_python_that_must_not_stop_is_raised_after_it():
 
 
 def test_second_interrupt_is_raised_immediately():
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), deferring_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("The second interrupt was held back.")
@@ -138,7 +138,7 @@ def test_second_interrupt_is_raised_immediately():
 
 
 def test_handler_of_a_block_that_could_not_restore_it_interrupts_once():
-    with held_back(lambda: False):
+    with deferring_interrupts(lambda: False):
         handler = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, handler)  # as after an interrupt at the end of the block
     with pytest.raises(KeyboardInterrupt):
@@ -149,7 +149,7 @@ def test_handler_of_a_block_that_could_not_restore_it_interrupts_once():
 def test_handler_of_the_application_receives_the_signal():
     received = []
     signal.signal(signal.SIGINT, lambda *_: received.append(1))
-    with held_back():
+    with deferring_interrupts():
         signal.raise_signal(signal.SIGINT)
         assert received
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from jdist._src.execution.interrupts import held_back, raise_pending
+from jdist._src.execution.interrupts import deferring_interrupts, raise_pending
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def import_orbax() -> Any:
 
     A process can load tensorstore only once, so after an interrupted import each further one would be an error.
     """
-    with held_back():
+    with deferring_interrupts():
         import orbax.checkpoint
     raise_pending()
     return orbax.checkpoint

@@ -156,7 +156,7 @@ class CallLog:
 
 # Called with the names and values of the host values of each call of a program that has some, before the call.
 host_value_observers: list[Callable[[Sequence[tuple[str, Any]]], None]] = []
-# Exceptions that the next call of a program raises at its start: errors, or timers of interrupts that are held back.
+# Exceptions that the next call of a program raises at its start: errors, or timers of interrupts that are deferred.
 pending: list[Exception | threading.Timer] = []
 calls = CallLog()
 

@@ -61,16 +61,16 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
     """
     program, args = _program(step, args, named, strategy)
     args = jax.tree.map(_shape_if_remote, args, is_leaf=lambda leaf: isinstance(leaf, RemoteArray))
-    traced, whole = program._trace_replica(*args)
+    traced, single = program._trace_replica(*args)
     axes = program._spec.varying_axes
     jaxpr = jax_compat.open_jaxpr(traced.program)
     inputs = analysis_inputs(traced.function.items, traced.names, axes)
     variations = replication.prove(jaxpr, inputs, axes)
     origins, equations = find_origins(jaxpr, axes)
     leaves = _leaves(traced, inputs, variations, origins, equations)
-    if whole is not None:
+    if single is not None:
         kinds: list[Kind] = [kind_of(item, wrapper) for item, wrapper in _placements(traced, variations)]
-        verdicts = leaf_verdicts(traced.program, whole, traced.function.items, kinds, program._spec)
+        verdicts = leaf_verdicts(traced.program, single, traced.function.items, kinds, program._spec)
         unproved = Verdict("unknown", "it is not proved to be replicated")
         pairs = zip(leaves, verdicts, strict=True)
         leaves = [dataclasses.replace(leaf, equivalence=unproved if leaf.fix else verdict) for leaf, verdict in pairs]

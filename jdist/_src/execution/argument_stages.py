@@ -16,7 +16,7 @@ from jdist._src.core.tree import dtype_and_shape, one_line
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.cpu_stages import check_donated_state
-from jdist._src.execution.interrupts import hold_back
+from jdist._src.execution.interrupts import defer_interrupt
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results
 from jdist._src.values.array_checks import (
@@ -126,7 +126,7 @@ class HostValues(Stage):
                     self._record(host_values)
                 compiled.note_signature(args)
             except KeyboardInterrupt:  # the old state is donated: the caller needs the new one
-                hold_back()
+                defer_interrupt()
                 compiled.note_signature(args)
             return pair
 

@@ -14,13 +14,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import HOST_MEMORY, Replicas
+from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction
 from jdist._src.execution.device_offload import copy_to_mesh
 from jdist._src.execution.placement_stages import PlacedResults, constrain
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import ReplicaResults, Results
 from jdist._src.jaxpr.single_replica import eliminate_collectives
+from jdist._src.values.array_checks import is_in_host_memory
 from jdist._src.values.array_copies import to_device_memory
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
@@ -63,9 +64,7 @@ class AutoShardedBackend(Backend):
 
     def to_mesh(self, tree: PyTree) -> PyTree:
         """Returns `tree` with the leaves that are stored in host memory replicated on the mesh."""
-        return copy_to_mesh(
-            tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.replicated_sharding
-        )
+        return copy_to_mesh(tree, is_in_host_memory, self.replicas.replicated_sharding)
 
     def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
         """See `Backend.stages`."""

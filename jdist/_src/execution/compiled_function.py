@@ -107,7 +107,7 @@ class CompiledFunction:
         self.proof = traced.proof
         for note in self.on_trace:
             note(traced)
-        self._runs_callbacks = self._runs_callbacks or _runs_python(traced.jaxpr, traced.pair)
+        self._runs_callbacks = self._runs_callbacks or _calls_python(traced.jaxpr, traced.pair)
         return traced.pair
 
     def lower(self, args: Arguments) -> jax.stages.Lowered:
@@ -176,7 +176,7 @@ def _structure_of(pair: Results) -> ResultStructure:
     return ResultStructure(treedef, num_state, smallest, has_small_outputs, last_of_children)
 
 
-def _runs_python(jaxpr: Any, pair: Results) -> bool:
+def _calls_python(jaxpr: Any, pair: Results) -> bool:
     """Whether a call of a program runs Python code: a callback, or the constructor of a random key among its results."""
     has_keys = any(jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.extended) for leaf in jax.tree.leaves(pair))
     equations = all_equations(jax_compat.open_jaxpr(jaxpr))

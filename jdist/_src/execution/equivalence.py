@@ -91,9 +91,9 @@ class Comparison:
 
         def compare() -> None:
             with contextlib.nullcontext() if jax_compat.is_tracing() else outside_mesh():
-                whole = trace_whole(call, spec, retrace)
+                single = trace_single_replica(call, spec, retrace)
                 items = jax.tree.leaves((call.args, call.kwargs), is_leaf=is_distributed)
-                self._verdicts = _verdicts(local, whole, items, kinds, spec)
+                self._verdicts = _verdicts(local, single, items, kinds, spec)
             _report(list(self._verdicts.items())[:num_state], spec)
 
         self._compare: Callable[[], None] | None = compare
@@ -137,7 +137,7 @@ def _note_compilation(event: str, duration_secs: float, **metadata: str | int) -
         comparison()
 
 
-class Whole(NamedTuple):
+class SingleReplicaTrace(NamedTuple):
     """The trace of a step as the only replica.
 
     Attributes:
@@ -158,7 +158,9 @@ def compares(call: UserCall, spec: ProgramSpec) -> bool:
     return any(is_distributed(item) and not item._is_replicated for item in items)
 
 
-def trace_whole(call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, ProgramSpec], Any]) -> Whole:
+def trace_single_replica(
+    call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, ProgramSpec], Any]
+) -> SingleReplicaTrace:
     """Traces a call as the only replica, with the global batch.
 
     Args:
@@ -170,19 +172,20 @@ def trace_whole(call: UserCall, spec: ProgramSpec, trace: Callable[[UserCall, Pr
     backend = copy.copy(spec.backend)
     backend.replicas = _only_replica(spec.backend.replicas)
     context = dataclasses.replace(spec.context, num_replicas_in_sync=1)
-    whole = dataclasses.replace(spec, backend=backend, context=context)
+    single_spec = dataclasses.replace(spec, backend=backend, context=context)
 
     def trace_shapes(args: PyTree, kwargs: PyTree) -> PyTree:
-        programs.append(trace(call.with_arguments(args, kwargs), whole))
+        programs.append(trace(call.with_arguments(args, kwargs), single_spec))
         return 0
 
     programs: list[Any] = []
-    shapes = jax.tree.map(lambda item: _whole_shapes(item, number), _shapes(call), is_leaf=is_distributed)
+    shapes = jax.tree.map(lambda item: _global_shapes(item, number), _shapes(call), is_leaf=is_distributed)
     try:
         jax.eval_shape(trace_shapes, *shapes)
     except Exception as error:  # the user's function, which may have a fixed size of a batch
-        return Whole(None, f"it cannot be traced with the global batch: {type(error).__name__}: {one_line(str(error))}")
-    return Whole(programs[0])
+        reason = f"it cannot be traced with the global batch: {type(error).__name__}: {one_line(str(error))}"
+        return SingleReplicaTrace(None, reason)
+    return SingleReplicaTrace(programs[0])
 
 
 def _only_replica(replicas: Replicas) -> Replicas:
@@ -205,7 +208,7 @@ def _shapes(call: UserCall) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     return jax.tree.map(shape, (tuple(call.args), dict(call.kwargs)))
 
 
-def _whole_shapes(item: Any, number: int) -> Any:
+def _global_shapes(item: Any, number: int) -> Any:
     """Returns the shapes of an argument for one device: a batch `[replica, batch, ...]` becomes `[1, replica * batch, ...]`."""
 
     def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -241,46 +244,50 @@ def _relation(item: Any, leaf: Any, axes: tuple[str, ...], number: int) -> AnyRe
 
 
 def _verdicts(
-    local: Any, whole: Whole, items: Sequence[Any], kinds: Sequence[tuple[str, list[Kind]]], spec: ProgramSpec
+    local: Any,
+    single: SingleReplicaTrace,
+    items: Sequence[Any],
+    kinds: Sequence[tuple[str, list[Kind]]],
+    spec: ProgramSpec,
 ) -> dict[str, Verdict]:
     """Returns the verdict on each result by name: the verdict on its first leaf that is not equivalent. See `leaf_verdicts`.
 
     Args:
         local: The closed jaxpr of one replica of several.
-        whole: The trace as the only replica.
+        single: The trace as the only replica.
         items: The arguments.
         kinds: The name of each result, and how each of its leaves is read.
         spec: The program.
     """
-    remaining = iter(leaf_verdicts(local, whole, items, [kind for _, leaves in kinds for kind in leaves], spec))
+    remaining = iter(leaf_verdicts(local, single, items, [kind for _, leaves in kinds for kind in leaves], spec))
     worst = lambda verdicts: max(verdicts, key=lambda one: _RANK[one.name], default=EQUIVALENT)
     return {name: worst([next(remaining) for _ in leaves]) for name, leaves in kinds}
 
 
 def leaf_verdicts(
-    local: Any, whole: Whole, items: Sequence[Any], kinds: Sequence[Kind], spec: ProgramSpec
+    local: Any, single: SingleReplicaTrace, items: Sequence[Any], kinds: Sequence[Kind], spec: ProgramSpec
 ) -> list[Verdict]:
     """Returns the verdict on each leaf of the results, from the traces of a step on several replicas and on one.
 
     Args:
         local: The closed jaxpr of one replica of several.
-        whole: The trace as the only replica.
+        single: The trace as the only replica.
         items: The arguments.
         kinds: How each leaf is read.
         spec: The program.
     """
-    if whole.program is None:
-        return [Verdict("unknown", whole.reason)] * len(kinds)
+    if single.program is None:
+        return [Verdict("unknown", single.reason)] * len(kinds)
     names = spec.context.axes
     sizes = {axis: size for axis, size in spec.backend.replicas.axis_sizes if axis in names and size > 1}
     inputs = _relations_of_inputs(items, tuple(sizes), spec.context.num_replicas_in_sync)
     try:
-        relations = relate(local, whole.program, inputs, sizes)
+        relations = relate(local, single.program, inputs, sizes)
         leaves = [
             verdict_of(relation, kind, sizes, kind == "replicated")
             for relation, kind in zip(relations, kinds, strict=True)
         ]
-        return confirmed(leaves, local, whole.program, inputs, list(map(Read, kinds)), sizes)
+        return confirmed(leaves, local, single.program, inputs, list(map(Read, kinds)), sizes)
     except Exception as error:  # an equation in a form that the rules do not know must not stop a step
         return [Verdict("unknown", f"the analysis failed: {type(error).__name__}: {one_line(str(error))}")] * len(kinds)
 

@@ -117,9 +117,7 @@ class HostOffloadBackend(Backend):
 
     def to_mesh(self, tree: PyTree) -> PyTree:
         """Returns `tree` with the leaves that are stored in host memory replicated on the mesh."""
-        return copy_to_mesh(
-            tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.replicated_sharding
-        )
+        return copy_to_mesh(tree, is_in_host_memory, self.replicas.replicated_sharding)
 
     def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
         """See `Backend.stages`. The update starts after the last collective, so a program contains one step."""

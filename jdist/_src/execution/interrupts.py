@@ -2,7 +2,7 @@
 
 Python handles a signal after the C function in which it arrived. After the function that launches a step, the old state is
 donated and no variable holds the new one yet, so an exception there would lose the state: a loop spends most of its time in
-that function. The interrupt is therefore held back until the next call of a program, which raises it before it donates
+that function. The interrupt is therefore deferred until the next call of a program, which raises it before it donates
 anything, or for a short time without such a call.
 """
 
@@ -32,7 +32,7 @@ def uninterrupted(
 ) -> Callable[[tuple[Any, ...]], Any]:
     """Returns a function of a tuple that returns `finish(fn(*args))` also if Ctrl-C is pressed during the call.
 
-    The interrupt is then held back, see `raise_pending`. It is raised immediately if it arrives before the memory of the first
+    The interrupt is then deferred, see `raise_pending`. It is raised immediately if it arrives before the memory of the first
     argument is donated, as while `fn` traces and compiles.
 
     Args:
@@ -47,7 +47,7 @@ def uninterrupted(
         try:
             # Between the return of `fn` and the extension, no bytecode runs, where Python would handle the signal.
             if runs_python():
-                with held_back(lambda: is_donated(args)):
+                with deferring_interrupts(lambda: is_donated(args)):
                     results.extend(itertools.starmap(fn, (args,)))
             else:
                 results.extend(itertools.starmap(fn, (args,)))
@@ -57,14 +57,14 @@ def uninterrupted(
                 return call(other_args)
             if not results or not isinstance(error, KeyboardInterrupt):
                 raise
-            hold_back()
+            defer_interrupt()
         return finish(results[0])
 
     return call
 
 
 @contextlib.contextmanager
-def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def deferring_interrupts(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Defers Ctrl-C to the end of a block of Python; a second one is raised immediately, and one that arrives too early.
 
     It replaces the handler of the signal, which takes a microsecond. It has no effect in other threads than the main one,
@@ -97,11 +97,11 @@ def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
     else:
         # Python has ignored it, in a callback of the garbage collector: https://github.com/jax-ml/jax/issues/18246
         if raised:
-            hold_back()
+            defer_interrupt()
     finally:
         _signal.signal(signal.SIGINT, signal.default_int_handler)
         if deferred:
-            hold_back()
+            defer_interrupt()
 
 
 class BlockInterrupts:
@@ -129,7 +129,7 @@ class BlockInterrupts:
 
 @contextlib.contextmanager
 def interrupts_after_blocks() -> Iterator[BlockInterrupts]:
-    """Handles Ctrl-C inside by the result, for a loop that ends after a block. Has no effect where `held_back` has none."""
+    """Handles Ctrl-C in the context by the result, for a loop that ends after a block. Limits: see `deferring_interrupts`."""
     interrupts = BlockInterrupts()
     if not _can_replace_handler():
         yield interrupts
@@ -147,16 +147,16 @@ def _can_replace_handler() -> bool:
     return in_main_thread and _signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def run_held_back(fn: Callable[[], Any]) -> Any:
-    """Returns `fn()`, a Python function that donates the caller's state, with Ctrl-C deferred as by `held_back`."""
+def run_deferring_interrupts(fn: Callable[[], Any]) -> Any:
+    """Returns `fn()`, a Python function that donates the caller's state, with Ctrl-C deferred as by `deferring_interrupts`."""
     results: list[Any] = []
     try:
-        with held_back():
+        with deferring_interrupts():
             results.append(fn())
     except KeyboardInterrupt:  # at the end of the block
         if not results:
             raise
-        hold_back()
+        defer_interrupt()
     return results[0]
 
 
@@ -165,7 +165,7 @@ def handle_signals() -> None:
 
 
 def raise_pending() -> None:
-    """Raises KeyboardInterrupt if one is held back, or the error that another thread has found."""
+    """Raises KeyboardInterrupt if one is deferred, or the error that another thread has found."""
     if _pending:
         with contextlib.suppress(IndexError):  # the timer sends it at this moment
             pending = _pending.pop()
@@ -175,8 +175,8 @@ def raise_pending() -> None:
             raise KeyboardInterrupt
 
 
-def hold_back() -> None:
-    """Holds back an interrupt that the caller has caught, see `raise_pending`."""
+def defer_interrupt() -> None:
+    """Defers an interrupt that the caller has caught: `raise_pending` raises it, or a timer sends it again."""
     timer = threading.Timer(_DELAY_SECONDS, _send_again)
     timer.daemon = True
     _remove_timer()

@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.interrupts import run_held_back
+from jdist._src.execution.interrupts import run_deferring_interrupts
 from jdist._src.execution.replicate import trace_replica
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, LowerFn, ReplicaFn, Results, TraceFn, UserCall
@@ -199,7 +199,7 @@ def run_sequentially(call: CallFn, num_steps: int, args: Arguments) -> Results:
             outputs_per_step.append(outputs)
         return new_state, _stack_outputs(outputs_per_step)
 
-    return run_held_back(run)  # the first call donates the caller's state
+    return run_deferring_interrupts(run)  # the first call donates the caller's state
 
 
 def inputs_per_step(inputs: Sequence[Any], num_steps: int) -> list[tuple[PyTree, ...]]:

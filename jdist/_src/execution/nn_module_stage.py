@@ -6,7 +6,7 @@ from jdist._src.core import jax_compat
 from jdist._src.core.nn_modules import contains_modules, from_array_tree, is_module, to_array_tree, update_in_place
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.interrupts import hold_back
+from jdist._src.execution.interrupts import defer_interrupt
 from jdist._src.execution.nn_mutation import check_returned, check_state_returned, variables_before
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.stage import Stage
@@ -125,7 +125,7 @@ class Modules(Stage):
         try:
             return with_modules()
         except KeyboardInterrupt:  # the old values are donated: all variables need the new ones
-            hold_back()
+            defer_interrupt()
             return with_modules()
 
 

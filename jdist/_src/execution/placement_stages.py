@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.interrupts import run_held_back
+from jdist._src.execution.interrupts import run_deferring_interrupts
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, CallFn, Results, Traced, TraceFn
 from jdist._src.values.array_checks import is_device_array
@@ -68,7 +68,7 @@ class Storage(Stage):
                         leaf.delete()
                 return self._to_storage(state), outputs
 
-            return run_held_back(call_and_store)
+            return run_deferring_interrupts(call_and_store)
 
         return call_on_mesh
 

@@ -16,8 +16,8 @@ from jdist._src.core.uncopied import Uncopied
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.call_forms import CallForms
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.equivalence import Whole, compares, trace_whole
-from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
+from jdist._src.execution.equivalence import SingleReplicaTrace, compares, trace_single_replica
+from jdist._src.execution.interrupts import defer_interrupt, handle_signals, raise_pending
 from jdist._src.execution.replicate import TracedReplica, replicate, retracer, trace_replica
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, LowerFn, Proof, Results, Traced, TraceFn
@@ -89,7 +89,7 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
             if pair is None:
                 jax_compat.end_interrupted_trace()
                 raise
-            hold_back()
+            defer_interrupt()
             return pair
 
     def lower(self, *args: PyTree, **named: PyTree) -> jax.stages.Lowered:
@@ -98,18 +98,20 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         self._last_form = program
         return program._lower(args)
 
-    def _trace_replica(self, *args: PyTree) -> tuple[TracedReplica, Whole | None]:
+    def _trace_replica(self, *args: PyTree) -> tuple[TracedReplica, SingleReplicaTrace | None]:
         """Returns the traced program of one replica for arguments of these shapes, and the one of the only replica.
 
         The results may vary. The second is None where a program is not compared with one replica.
         """
-        traced: list[tuple[TracedReplica, Whole | None]] = []
+        traced: list[tuple[TracedReplica, SingleReplicaTrace | None]] = []
 
         def trace(*args: PyTree) -> None:
             call = self._spec.user_call(args)
             local = trace_replica(call, self._spec, self._stages)
-            whole = trace_whole(call, self._spec, retracer(self._stages)) if compares(call, self._spec) else None
-            traced.append((local, whole))
+            single = (
+                trace_single_replica(call, self._spec, retracer(self._stages)) if compares(call, self._spec) else None
+            )
+            traced.append((local, single))
 
         def trace_shapes(args: Arguments) -> Any:
             jax.eval_shape(trace, *self._compiled.shapes(args))
