@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist._src.callbacks.rows import FACTS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
-from jdist._src.core.path_arguments import as_path
+from jdist._src.core.path_arguments import path_argument
 from jdist._src.core.paths import append_text, is_url
 from jdist._src.training.events import Event
 
@@ -26,7 +26,7 @@ class _Log(RowWriter):
 
     def __init__(self, path: str | os.PathLike[str], *, every: int | None = None, also: Sequence[ExtraColumns] = ()):
         super().__init__(every, also)
-        self.path = self.destination = as_path("path", path)
+        self.path = self.destination = path_argument("path", path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"

@@ -5,7 +5,7 @@ import warnings
 from typing import final
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.path_arguments import as_local_path, make_directory
+from jdist._src.core.path_arguments import local_path_argument, make_directory
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.profiling.profile import profile
 from jdist._src.profiling.summary import ProfileSummary
@@ -33,7 +33,7 @@ class Profile(Callback):
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, start: int, stop: int):
-        self.directory = as_local_path("directory", directory)
+        self.directory = local_path_argument("directory", directory)
         self.start, self.stop = as_int("`start`", start, 1), as_int("`stop`", stop, 1)
         if stop < start:
             raise ValueError(f"`stop` must be >= `start`, got start={start}, stop={stop}.")

@@ -9,7 +9,7 @@ import numpy as np
 
 from jdist._src.callbacks.rows import ExtraColumns, RowWriter
 from jdist._src.core.optional_import import optional_import
-from jdist._src.core.path_arguments import as_path, make_directory
+from jdist._src.core.path_arguments import make_directory, path_argument
 from jdist._src.training.events import Event, Moment
 
 
@@ -52,7 +52,7 @@ class TensorBoard(RowWriter):
         self, directory: str | os.PathLike[str], *, every: int | None = None, also: Sequence[ExtraColumns] = ()
     ):
         super().__init__(every, also)
-        self.directory = self.destination = as_path("directory", directory)
+        self.directory = self.destination = path_argument("directory", directory)
         with optional_import("TensorBoard logs need tensorboardX", "jdist[tensorboard]"):
             importlib.import_module("tensorboardX")
         self._writer: Any = None

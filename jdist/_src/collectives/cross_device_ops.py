@@ -69,7 +69,7 @@ class CommunicationOptions:
         # A leaf that is partitioned within a replica would be gathered to be packed.
         if mesh.size == 1 or not _on_cpu(mesh) or has_model_axes(mesh):
             return dataclasses.replace(self, bytes_per_pack=0)
-        return dataclasses.replace(self, bytes_per_pack=_SMALL if _in_one_process(mesh) else sys.maxsize)
+        return dataclasses.replace(self, bytes_per_pack=_SMALL_BYTES if _in_one_process(mesh) else sys.maxsize)
 
 
 class CrossDeviceOps(abc.ABC):
@@ -130,7 +130,7 @@ class AllReduce(CrossDeviceOps):
 
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
         """See `CrossDeviceOps.reduce`."""
-        divides_evenly = x.size and x.size % num_replicas(axes) == 0
+        divides_evenly = x.size and x.size % num_replicas_along(axes) == 0
         if op is ReduceOp.SUM and divides_evenly and not self.is_direct(op, x):
             return _scattered_sum(x, axes, lambda shard: shard)
         return _xla_all_reduce(op, x, axes)
@@ -249,12 +249,12 @@ def _xla_all_reduce(op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
 
 def _scattered_sum(x: jax.Array, axes: Axes, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Returns the sum of `x` over `axes` as a reduce-scatter, `fn` of the shard on each replica, and an all-gather."""
-    flat = jnp.pad(x.ravel(), (0, -x.size % num_replicas(axes)))
+    flat = jnp.pad(x.ravel(), (0, -x.size % num_replicas_along(axes)))
     shard = fn(lax.psum_scatter(flat, axes, tiled=True))
     return lax.all_gather(shard, axes, tiled=True)[: x.size].reshape(x.shape)
 
 
-def num_replicas(axes: Axes) -> int:
+def num_replicas_along(axes: Axes) -> int:
     """Returns the number of replicas along `axes`, a Python int while tracing."""
     return math.prod(map(lax.axis_size, axes))
 
@@ -274,7 +274,7 @@ def _check_bytes(name: str, value: int | None) -> None:
         raise ValueError(f"`{name}` must be >= 0, got {value}. It is a number of bytes; None selects a default.")
 
 
-_SMALL = 128 * 2**10  # bytes per leaf below which CPU devices pack
+_SMALL_BYTES = 128 * 2**10  # bytes per leaf below which CPU devices pack
 _COLLECTIVES = {ReduceOp.SUM: lax.psum, ReduceOp.MAX: lax.pmax, ReduceOp.MIN: lax.pmin}
 _BINARY_OPS = {ReduceOp.SUM: jnp.add, ReduceOp.MAX: jnp.maximum, ReduceOp.MIN: jnp.minimum}
 
@@ -299,7 +299,7 @@ def resolve_communication(
         return mesh, algorithm.resolve(mesh), packing.resolve(mesh)
     if packing.bytes_per_pack is None:
         # Independent of the number of devices: XLA fuses, and so rounds, the update of an unpacked leaf differently.
-        packing = dataclasses.replace(packing, bytes_per_pack=_SMALL if _on_cpu(mesh) else 0)
+        packing = dataclasses.replace(packing, bytes_per_pack=_SMALL_BYTES if _on_cpu(mesh) else 0)
     return mesh, algorithm, packing
 
 

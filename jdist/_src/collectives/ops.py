@@ -18,7 +18,7 @@ from jdist._src.collectives.cross_device_ops import (
     CommunicationOptions,
     CrossDeviceOps,
     all_reduce_packed,
-    num_replicas,
+    num_replicas_along,
 )
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
@@ -93,7 +93,7 @@ def reduce_scatter_tree(op: ReduceOp, tree: PyTree, axis: int, axes: Axes) -> Py
         check_reducible(op, name, leaf)
         check_range(name, leaf)
         dim = normalize_axis(name, leaf, axis)
-        size, count = jnp.shape(leaf)[dim], num_replicas(axes)
+        size, count = jnp.shape(leaf)[dim], num_replicas_along(axes)
         if size % count:
             raise ValueError(
                 f"{name} is {dtype_and_shape(leaf)}: dimension {dim} has {size} elements, which {count} replicas do not divide "
@@ -213,13 +213,13 @@ def _arrays(tree: PyTree) -> tuple[list[jax.Array], Any]:
 
 def _all_gather(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
     if not x.size:  # XLA cannot gather or scatter an empty dimension
-        return jnp.zeros(_with_size(x, dim, x.shape[dim] * num_replicas(axes)), x.dtype)
+        return jnp.zeros(_with_size(x, dim, x.shape[dim] * num_replicas_along(axes)), x.dtype)
     return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
 def _reduce_scatter(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
     if not x.size:
-        return jnp.zeros(_with_size(x, dim, x.shape[dim] // num_replicas(axes)), x.dtype)
+        return jnp.zeros(_with_size(x, dim, x.shape[dim] // num_replicas_along(axes)), x.dtype)
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
@@ -240,7 +240,7 @@ def _summable(op: ReduceOp, x: jax.Array) -> jax.Array:
 
 
 def _divided(op: ReduceOp, total: jax.Array, axes: Axes) -> jax.Array:
-    return total / num_replicas(axes) if op is ReduceOp.MEAN and axes else total
+    return total / num_replicas_along(axes) if op is ReduceOp.MEAN and axes else total
 
 
 def _to_send(op: ReduceOp, name: str, node: Any, axes: Axes) -> Any:
@@ -256,7 +256,7 @@ def _to_send(op: ReduceOp, name: str, node: Any, axes: Axes) -> Any:
     rows, indices = jnp.asarray(node.rows), jnp.asarray(node.indices)
     # A ring sends each number of the table twice for an all-reduce, and the rows of all replicas once for a gather.
     row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
-    gathered_bytes = num_replicas(axes) * len(rows) * (row_bytes + indices.dtype.itemsize)
+    gathered_bytes = num_replicas_along(axes) * len(rows) * (row_bytes + indices.dtype.itemsize)
     return node.dense() if axes and gathered_bytes > 2 * node.num_rows * row_bytes else node
 
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 import jax  # noqa: F401  # registers its function of `atexit`
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
-EXIT_STATUS = 1
-_status = EXIT_STATUS
+_FAILED = 1  # the exit status
+_status = _FAILED
 _ends_without_jax = False
 _work: dict[Hashable, tuple[Callable[[], object], str]] = {}
 
@@ -50,8 +50,8 @@ def remove(key: Hashable) -> None:
 
 def end_with_failure(message: str) -> None:
     """Prints a message, and lets the interpreter end with the exit status of a failure."""
-    _print(f"jdist: {message} The program ends with exit status {EXIT_STATUS}.")
-    _end_with(EXIT_STATUS)
+    _print(f"jdist: {message} The program ends with exit status {_FAILED}.")
+    _end_with(_FAILED)
 
 
 def with_exit_status(error: ErrorT, status: int) -> ErrorT:
@@ -67,7 +67,7 @@ def status_of(error: BaseException | None) -> int:
         if (status := getattr(error, "_jdist_exit_status", None)) is not None:
             return status
         error = error.__cause__
-    return EXIT_STATUS
+    return _FAILED
 
 
 def end_without_jax(status: int) -> None:
@@ -85,7 +85,7 @@ def _end_before_jax() -> None:
 
 def _end_by_error() -> None:
     status = status_of(getattr(sys, "last_value", None))
-    if status != EXIT_STATUS:
+    if status != _FAILED:
         _end_with(status)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from jdist._src.core import paths
 
 
-def as_path(name: str, value: Any) -> pathlib.Path:
+def path_argument(name: str, value: Any) -> pathlib.Path:
     """Returns the argument `name` as a path.
 
     Raises:
@@ -22,7 +22,7 @@ def as_path(name: str, value: Any) -> pathlib.Path:
     return paths.as_path(value)
 
 
-def as_local_path(name: str, value: Any) -> pathlib.Path:
+def local_path_argument(name: str, value: Any) -> pathlib.Path:
     """Returns the argument `name` as a path of the local file system.
 
     Raises:
@@ -31,7 +31,7 @@ def as_local_path(name: str, value: Any) -> pathlib.Path:
     """
     if isinstance(value, (str, os.PathLike)) and paths.is_url(value):
         raise ValueError(f"`{name}` must be a path of a local file system, got the URL {os.fspath(value)!r}.")
-    return as_path(name, value)
+    return path_argument(name, value)
 
 
 def make_directory(path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jdist._src.core import trace_annotations
+from jdist._src.core import profiler_annotations
 from jdist._src.core.arguments import as_int
 from jdist._src.core.declared_shapes import declare_shapes
 from jdist._src.core.errors import BatchedElementsWarning
@@ -321,7 +321,7 @@ class DistributedIterator:
             if self._closed:
                 raise StopIteration
             requested = time.perf_counter()
-            wait = trace_annotations.input_wait() if _is_tracing() else None
+            wait = profiler_annotations.input_wait() if _is_tracing() else None
             try:
                 if self._prefetched is None:
                     self._prefetched = self._dataset._start_prefetch(self._position)
@@ -330,7 +330,7 @@ class DistributedIterator:
             finally:
                 if wait is not None:
                     wait.__exit__(None, None, None)
-            if wait is not None and trace_annotations.is_profile_open:
+            if wait is not None and profiler_annotations.is_profile_open:
                 self._mark_examples(weights, examples)
             self._timer.receive(requested, examples, stalled)
             self._position = position
@@ -351,7 +351,7 @@ class DistributedIterator:
         if weights is not None:
             counts = _true_examples(jax.tree.leaves(weights)[0], share.num_replicas)
         texts = " ".join(f"{replica}:{counts[replica]}" for replica in share.replicas)
-        trace_annotations.mark(trace_annotations.BATCH, examples=texts)
+        profiler_annotations.mark(profiler_annotations.BATCH, examples=texts)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the received batches, as a small JSON-able dict; prefetched batches do not count.

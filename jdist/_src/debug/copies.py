@@ -35,9 +35,9 @@ from jdist._src.values.process_calls import (
     exchange_call,
     find_difference,
     launches_on,
-    listed,
     post_failure,
     processes_of,
+    processes_text,
 )
 from jdist._src.values.remote_array import RemoteArray
 from jdist._src.values.sharded import Sharded
@@ -299,7 +299,7 @@ def _compare_processes(
     if difference is not None:
         only = sorted(set(difference.value) ^ set(difference.other_value)) or ["the order of the leaves"]
         raise ValueError(
-            f"The processes compare trees of different structures: {listed(difference.others)} differ"
+            f"The processes compare trees of different structures: {processes_text(difference.others)} differ"
             f"{'s' * (len(difference.others) == 1)} from process {difference.first} in {', '.join(only[:_MOST_NAMED])}. Pass "
             "the same tree on every process."
         )
@@ -308,7 +308,7 @@ def _compare_processes(
         for wrong, has_majority in _minority(np.array(values, np.uint32)):
             others = tuple(processes[i] for i in wrong)
             verdict = "from the majority" if has_majority else "from each other, and no majority is equal"
-            text = f"{leaf.text} differ: {listed(others)} differ{'s' * (len(others) == 1)} {verdict}"
+            text = f"{leaf.text} differ: {processes_text(others)} differ{'s' * (len(others) == 1)} {verdict}"
             found.append((text, Difference(leaf.name, (), others, has_majority)))
     return found
 

@@ -63,7 +63,7 @@ _SENT = {
 KINDS = tuple(_SENT)
 _UNSUPPORTED = ("collective-broadcast", "ragged-all-to-all")
 _MULTI_SLICE = "xla_megascale_runtime"
-_COMPUTATION = ("fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "scatter", "sort")
+_COMPUTE_OPCODES = ("fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "scatter", "sort")
 
 
 def collectives(program: str | jax.stages.Compiled, mesh: Mesh | None = None) -> list[Collective]:
@@ -154,7 +154,7 @@ def _overlapping(module: HloModule) -> set[str]:
             start = position.get(instruction.operands[0]) if instruction.operands else None
             if not instruction.opcode.endswith("-done") or start is None or _is_synchronous(instructions[start]):
                 continue
-            if any(between.opcode in _COMPUTATION for between in instructions[start + 1 : end]):
+            if any(between.opcode in _COMPUTE_OPCODES for between in instructions[start + 1 : end]):
                 names |= {instructions[start].name, *_contents(module, instructions[start])}
     # A fusion of the TPU compiler that contains a collective and computation.
     for instruction, *_ in module.executions(lambda _: False):

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core import trace_annotations
-from jdist._src.core.path_arguments import as_local_path, make_directory
+from jdist._src.core import profiler_annotations
+from jdist._src.core.path_arguments import local_path_argument, make_directory
 from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.core.source_lines import caller_frame, levels_to_user
 from jdist._src.core.trace_key import outside_mesh
@@ -73,7 +73,7 @@ def profile(logdir: str | os.PathLike[str]) -> "Profile":
         >>> jdist.profile("run/trace")
         profile('run/trace')
     """
-    return Profile(as_local_path("logdir", logdir))
+    return Profile(local_path_argument("logdir", logdir))
 
 
 class Profile:
@@ -139,10 +139,10 @@ class Profile:
         frame = caller_frame()
         _open_at = str(frame) if frame else "the program started it"
         self._folder, self._summary, self._is_open = folder, None, True
-        trace_annotations.is_profile_open = True
+        profiler_annotations.is_profile_open = True
         jax.monitoring.register_event_duration_secs_listener(_mark_compilation)
         numbers = {"process": jax.process_index(), "num_processes": jax.process_count()}
-        self._block = jax.profiler.TraceAnnotation(trace_annotations.BLOCK, **numbers)
+        self._block = jax.profiler.TraceAnnotation(profiler_annotations.BLOCK, **numbers)
         self._block.__enter__()
 
     def end(self, has_failed: bool = False) -> None:
@@ -176,7 +176,7 @@ class Profile:
         global _open_at
         self._block.__exit__(None, None, None)
         jax.monitoring.unregister_event_duration_listener(_mark_compilation)
-        trace_annotations.is_profile_open, _open_at, self._is_open = False, None, False
+        profiler_annotations.is_profile_open, _open_at, self._is_open = False, None, False
         jax.profiler.stop_trace()
 
     def _new_exchange(self) -> MessageExchange | None:
@@ -234,7 +234,7 @@ def _start_trace(folder: pathlib.Path) -> None:
 
 def _mark_compilation(event: str, duration_secs: float, **_: Any) -> None:
     if event.startswith(_COMPILE_EVENTS):
-        trace_annotations.mark(trace_annotations.COMPILE, seconds=f"{duration_secs:.9f}")
+        profiler_annotations.mark(profiler_annotations.COMPILE, seconds=f"{duration_secs:.9f}")
 
 
 @jax.jit

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._src.core import trace_annotations
+from jdist._src.core import profiler_annotations
 from jdist._src.profiling.hlo_metadata import (
     NO_FACTS,
     HloModuleProto,
@@ -177,15 +177,15 @@ class _Reader:
                     self._hosts["compilation"].append(self._interval(event))
                 elif name.startswith("PjitFunction("):
                     self._hosts["dispatch"].append(self._interval(event))
-                elif name == trace_annotations.INPUT:
+                elif name == profiler_annotations.INPUT:
                     self._hosts["input"].append(self._interval(event))
-                elif name == trace_annotations.COMPILE:
+                elif name == profiler_annotations.COMPILE:
                     end = int(event.start_ns)
                     self._hosts["compilation"].append((end - int(1e9 * float(_stats(event)["seconds"])), end))
-                elif name == trace_annotations.BLOCK:
+                elif name == profiler_annotations.BLOCK:
                     stats = _stats(event)
                     self._block = self._interval(event), int(stats["process"]), int(stats["num_processes"])
-                elif name == trace_annotations.BATCH:
+                elif name == profiler_annotations.BATCH:
                     for item in str(_stats(event)["examples"]).split():
                         replica, examples = item.split(":")
                         self._examples[int(replica)] += int(examples)

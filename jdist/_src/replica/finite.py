@@ -10,10 +10,10 @@ from jdist._src.jaxpr.marks import FINITE_CALL, named_call
 from jdist._src.replica.context import all_reduce
 
 NonFinite: TypeAlias = Literal["stop", "skip", "keep"]  # the treatment of a step whose loss or gradient is not finite
-_SMALL = 4096  # elements of an array that is tested together with others
+_SMALL_SIZE = 4096  # elements of an array that is tested together with others
 # Elements from which XLA's CPU programs compute a sum in less time than `isfinite(leaf).all()`: a sum of 131,072 elements
 # takes 8 us, and 160 us where devices share the threads between which XLA divides it.
-_LARGE = 1 << 19
+_LARGE_SIZE = 1 << 19
 
 
 def are_finite(tree: PyTree) -> jax.Array:
@@ -32,9 +32,9 @@ def are_finite(tree: PyTree) -> jax.Array:
 
 def _are_finite(*leaves: jax.Array) -> jax.Array:
     # A program of many small tests takes longer than one test of a copy.
-    tested = [leaf for leaf in leaves if leaf.size > _SMALL]
+    tested = [leaf for leaf in leaves if leaf.size > _SMALL_SIZE]
     for dtype in {leaf.dtype: None for leaf in leaves}:
-        small = [leaf.ravel() for leaf in leaves if leaf.size <= _SMALL and leaf.dtype == dtype]
+        small = [leaf.ravel() for leaf in leaves if leaf.size <= _SMALL_SIZE and leaf.dtype == dtype]
         tested += [jnp.concatenate(small)] if small else []
     return jnp.stack([_is_finite(leaf) for leaf in tested]).all()
 
@@ -50,7 +50,7 @@ def select(condition: jax.Array, tree: PyTree, other: PyTree) -> PyTree:
 
 
 def _is_finite(leaf: jax.Array) -> jax.Array:
-    if leaf.size < _LARGE:
+    if leaf.size < _LARGE_SIZE:
         return jnp.isfinite(leaf).all()
     # 0, or NaN if a number is not finite. A maximum drops NaN in XLA's CPU programs: https://github.com/openxla/xla/issues/21461
     return jnp.isfinite(jnp.sum(leaf * 0))

@@ -350,16 +350,16 @@ def _row(path: str, leaves: Sequence[LeafDescription]) -> Row:
 def _sizes(leaves: Sequence[LeafDescription]) -> Row:
     sizes = (
         sum(leaf.bytes for leaf in leaves),
-        *(_most_on_a_device(leaves, of) for of in ("device_bytes", "host_bytes")),
+        *(_most_on_a_device(leaves, field) for field in ("device_bytes", "host_bytes")),
     )
     return tuple(map(size_text, sizes))
 
 
-def _most_on_a_device(leaves: Iterable[LeafDescription], of: str) -> int:
-    """The largest number of bytes of these leaves on one device."""
+def _most_on_a_device(leaves: Iterable[LeafDescription], field: str) -> int:
+    """Returns the largest sum of a field of these leaves over the leaves that one device stores."""
     by_devices, by_device = collections.Counter(), collections.Counter()
     for leaf in leaves:  # most of them are on the same set of devices
-        by_devices[leaf.devices] += getattr(leaf, of)
+        by_devices[leaf.devices] += getattr(leaf, field)
     for devices, size in by_devices.items():
         by_device.update(dict.fromkeys(devices, size))
     return max(by_device.values(), default=0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._src.collectives import cross_device_ops
-from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce, num_replicas
+from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce, num_replicas_along
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.policy import Policy, stateless_policy, synchronous_context
@@ -95,7 +95,7 @@ def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
         leaves, treedef = jax.tree.flatten(grads)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
         sums = cross_device_ops.all_reduce_packed(ReduceOp.SUM, arrays, axes, two_levels, context.communication_options)
-        return treedef.unflatten([total / num_replicas(axes) for total in sums])
+        return treedef.unflatten([total / num_replicas_along(axes) for total in sums])
 
     return stateless_policy("hierarchical", reduce)
 

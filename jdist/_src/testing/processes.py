@@ -18,7 +18,7 @@ from typing import Any, Literal
 from jdist._src.core.arguments import as_int, check_seconds
 from jdist._src.launch.child_processes import end_child, reserved_address, start_child
 from jdist._src.testing.process_values import load_value
-from jdist._src.values.process_calls import listed
+from jdist._src.values.process_calls import processes_text
 
 _POLL_SECONDS = 0.1
 _AFTER_ERROR_SECONDS = 10.0  # in which the other processes may return, after one raised an error
@@ -291,14 +291,14 @@ class Processes:
         for process in failed:
             indices_of.setdefault(self._file(call, process, "error").read_text(), []).append(process.index)
         message = "\n".join(
-            f"{what} raised an error on {listed(sorted(indices))} of {len(self)}:\n{text}"
+            f"{what} raised an error on {processes_text(sorted(indices))} of {len(self)}:\n{text}"
             for text, indices in indices_of.items()
         )
         if waiting:
             indices = [process.index for process in waiting]
             reason = (
-                f"{what} had not returned on {listed(sorted(indices))} {_AFTER_ERROR_SECONDS:g} seconds after the error "
-                f"on process {failed[0].index}."
+                f"{what} had not returned on {processes_text(sorted(indices))} {_AFTER_ERROR_SECONDS:g} seconds after the "
+                f"error on process {failed[0].index}."
             )
             self._end_all(reason)
             message += f"\n{reason} All processes were ended."
@@ -309,7 +309,9 @@ class Processes:
             os.kill(process.popen.pid, signal.SIGUSR1)
         time.sleep(0.5)
         indices = [process.index for process in waiting]
-        reason = f"{what} did not return within {timeout:g} seconds on {listed(sorted(indices))} of {len(self)}."
+        reason = (
+            f"{what} did not return within {timeout:g} seconds on {processes_text(sorted(indices))} of {len(self)}."
+        )
         reports = "\n".join(process.report() for process in waiting)
         self._end_all(reason)
         raise TimeoutError(

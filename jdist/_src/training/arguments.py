@@ -13,7 +13,7 @@ from typing import Any
 from jdist._src.core.tree import ReprText, one_line
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
-from jdist._src.values.process_calls import digests_of, exchange_call, find_difference, listed, processes_of
+from jdist._src.values.process_calls import digests_of, exchange_call, find_difference, processes_of, processes_text
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -86,7 +86,9 @@ def check_same_arguments(call: str, strategy: Strategy, arguments: Mapping[str, 
     if difference is None:
         return
     other = difference.first if difference.local != difference.first else difference.others[0]
-    all_others = f" ({listed(difference.others)} differ from process {difference.first})" if len(processes) > 2 else ""
+    all_others = (
+        f" ({processes_text(difference.others)} differ from process {difference.first})" if len(processes) > 2 else ""
+    )
     raise ValueError(
         f"`{call}` was called with different values of `{difference.subject}`: {_text(difference.value)} on process "
         f"{difference.local}, and {_text(difference.other_value)} on process {other}{all_others}. Pass the same arguments on "

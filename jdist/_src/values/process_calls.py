@@ -88,7 +88,8 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
         messages = exchange.exchange(posted, f"{call}, which all processes have to call")
     except InterruptedError:
         text = (
-            f"{listed(exchange.missing())} did not reach {call} within {limit:g} seconds of process {jax.process_index()}. "
+            f"{processes_text(exchange.missing())} did not reach {call} within {limit:g} seconds of process "
+            f"{jax.process_index()}. "
             "Every process must call the same functions in the same order, with arguments of the same shapes: check whether it "
             "still runs, waits for data, or took another branch."
         )
@@ -259,7 +260,7 @@ def check_same_facts(call: str, facts: Mapping[str, Sequence[Any]], processes: t
     difference = find_difference(call, facts, messages, processes)
     if difference is not None:
         raise ValueError(
-            f"At {call}, `{difference.subject}` has other values on {listed(difference.others)} than on process "
+            f"At {call}, `{difference.subject}` has other values on {processes_text(difference.others)} than on process "
             f"{difference.first}. {_REPLICATED}"
         )
 
@@ -274,11 +275,11 @@ def digests_of(facts: Mapping[str, Sequence[Any]]) -> dict[str, int]:
     return {subject: zlib.crc32(json.dumps(list(values)).encode()) for subject, values in facts.items()}
 
 
-def listed(processes: Sequence[int]) -> str:
+def processes_text(processes: Sequence[int]) -> str:
     """Returns the processes as text.
 
     Example:
-        >>> listed([1]), listed([1, 3])
+        >>> processes_text([1]), processes_text([1, 3])
         ('process 1', 'processes 1, 3')
     """
     return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"

@@ -19,9 +19,9 @@ from jdist._src.values.process_calls import (
     digests_of,
     exchange_call,
     find_difference,
-    listed,
     post_failure,
     processes_of,
+    processes_text,
 )
 
 
@@ -66,7 +66,7 @@ def check_same_program(
     if difference is not None:
         text = _difference(difference.subject, difference.value, difference.other_value, lines, constants)
         raise ValueError(
-            f"The processes do not run the same program: {listed(difference.others)} "
+            f"The processes do not run the same program: {processes_text(difference.others)} "
             f"differ{'s' * (len(difference.others) == 1)} from process {difference.first} in `{messages[0]['function']}`. On "
             f"process {difference.local}, {text}. {_ADVICE[difference.subject]}"
         )
