@@ -13,6 +13,7 @@ from jdist._src.replica.metrics import MeanSquaredError as MeanSquaredError
 from jdist._src.replica.metrics import Metric as Metric
 from jdist._src.replica.metrics import Sum as Sum
 from jdist._src.replica.metrics import TopKAccuracy as TopKAccuracy
+from jdist._src.training.foreign_metrics import adapt as adapt
 
 _set_public_module(globals(), __name__)
 

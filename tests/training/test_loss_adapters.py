@@ -104,8 +104,7 @@ def test_loss_with_sum_reduction_and_loss_class_and_metric_of_keras_raise(subtes
         (dict(loss=keras.losses.MeanSquaredError(reduction="sum")), ValueError,
          r'Keras loss mean_squared_error has reduction="sum".*`reduction=None`'),
         (dict(loss=keras.losses.Huber), TypeError, r"`loss` is the class Huber\. Pass an instance of it: `Huber\(\.\.\.\)`"),
-        (dict(metrics={"auc": keras.metrics.AUC()}), TypeError,
-         "The metric 'auc' is a Keras metric, AUC, which updates variables in place"),
+        (dict(metrics={"auc": keras.metrics.AUC}), TypeError, "The metric 'auc' must be a metric of .* class AUC: call it"),
     ]  # fmt: skip
     for options, error, message in rows:
         with subtests.test(message), pytest.raises(error, match=message):

@@ -20,6 +20,7 @@ from jdist._src.replica.context import all_reduce
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.strategies.current import get_strategy
 from jdist._src.strategies.late_bound_step import add_missing_strategy_note, bind_state
+from jdist._src.training.foreign_metrics import check_merge, is_clu_state, is_foreign_metric
 from jdist._src.training.loss_functions import check_metric_weights, is_metric, optional_parameters
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
@@ -112,14 +113,17 @@ class EvalStep(Generic[MetricsT, ValuesT]):
         has_weights = isinstance(batches, DistributedDataset) and batches.has_weights
         if isinstance(batches, DistributedDataset) and (batches.epochs is None or batches.is_endless):
             raise ValueError("The data set is endless. Evaluate a data set with `epochs=1`.")
-        state, total = _read(state), None
+        state, sums, treedef = _read(state), None, None
         for element in batches:
             metrics = self._run(state, *element) if has_weights else self._run(state, element, None)
-            total = metrics if total is None else _merge(total, metrics)
-        if total is None:
+            leaves, treedef = jax.tree.flatten(metrics)
+            sums = leaves if sums is None else _add(sums, leaves)
+        if treedef is None:
             raise ValueError("There are no batches to evaluate: the data set is empty, or was read before.")
-        values = jax.tree.map(lambda metric: np.asarray(metric.compute()), jax.device_get(total), is_leaf=is_metric)
-        return jax.tree.map(lambda value: value if value.ndim else value.item(), values)
+        # The classes of metrics that the function defines differ between its traces, but not their leaves.
+        total = treedef.unflatten(map(jnp.asarray, jax.device_get(sums)))
+        values = jax.device_get(jax.tree.map(lambda metric: metric.compute(), total, is_leaf=is_metric))
+        return jax.tree.map(lambda value: value if np.ndim(value) else np.asarray(value).item(), values)
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...
@@ -156,9 +160,10 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep[Any, Any]:
 
     Args:
         fn: `fn(state, batch)` of one replica returns a tree, such as a dict, of metrics of `jdist.metrics` with the examples of
-            the batch, or of values `[batch, ...]`, which are averaged. A parameter `weights`, or a third parameter without a
-            default, receives the weights of the examples, 0 for padding, or None without padding: pass it to `update` of a
-            metric. The weights of values are applied by jdist.
+            the batch, or of values `[batch, ...]`, which are averaged. `jdist.metrics.adapt` makes metrics of other libraries
+            metrics of jdist; states of clu and metrax are accepted as they are. A parameter `weights`, or a third parameter
+            without a default, receives the weights of the examples, 0 for padding, or None without padding: pass it to
+            `update` of a metric. The weights of values are applied by jdist.
 
     Returns:
         A `jdist.EvalStep` for the current strategy: `evaluate(state, batch)`, or `evaluate(state, batch, weights)` with the
@@ -168,7 +173,7 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep[Any, Any]:
     Raises:
         TypeError: `fn` is not a function of a state and a batch. When called: it returns metrics of a padded batch and has no
             parameter for the weights; or another value than metrics and arrays.
-        ValueError: When called: a value is not one per example.
+        ValueError: When called: a value is not one per example, or the `merge` of a metric of clu is not a sum.
 
     Example:
         >>> @jdist.eval_step
@@ -203,13 +208,21 @@ def _warn_of_replicated_batch(replicas: Replicas, batch: PyTree) -> None:
     warn_once(replicated_batch(names, replicas.num_parts, workers), ReplicatedBatchWarning, place)
 
 
-def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Metric:
+def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Any:
     if isinstance(value, Metric):
         return value
+    if is_clu_state(value):
+        check_merge(f"`{name}` returned result{jax.tree_util.keystr(path)}, which", value)
+        return value
+    if is_foreign_metric(value):
+        raise TypeError(
+            f"`{name}` returned result{jax.tree_util.keystr(path)}, a metric {describe_type(value)}. Adapt the metric outside "
+            f"`{name}`, `metric = jdist.metrics.adapt(...)`, and return `metric.update(..., weights=weights)`."
+        )
     if not has_dtype(value) or jnp.ndim(value) == 0 or jnp.shape(value)[0] != num_examples:
         raise (TypeError if not has_dtype(value) else ValueError)(
             f"`{name}` returned result{jax.tree_util.keystr(path)} as {dtype_and_shape(value)} for {num_examples} examples. "
-            f"Return one value per example, [{num_examples}, ...], without `.mean()`, or a metric of `jdist.metrics`."
+            f"Return one value per example, [{num_examples}, ...], without `.mean()`, or a metric."
         )
     return Mean().update(value, weights=weights)
 
@@ -225,5 +238,5 @@ def _read(state: PyTree) -> PyTree:
 
 
 @jax.jit
-def _merge(total: PyTree, metrics: PyTree) -> PyTree:
-    return jax.tree.map(jnp.add, total, metrics)
+def _add(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
+    return list(map(jnp.add, a, b))

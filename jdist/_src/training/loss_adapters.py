@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 # Keras passes the targets first. Its functions, and functions written for it, use these parameter names.
-_TARGETS_FIRST = {("y_true", "y_pred"), ("target", "output")}
+TARGETS_FIRST = {("y_true", "y_pred"), ("target", "output")}
 _calls_keras_loss = threading.RLock()  # held while the reduction of a Keras loss is replaced
 
 
@@ -52,7 +52,7 @@ def adapt_loss(loss: Any) -> Any:
             "a loss of parameters or other values, write an objective: `Trainer(objective=fn)`, with "
             "`fn(params, batch, key, apply)`."
         )
-    is_keras_order = tuple(p.name for p in parameters[:2]) in _TARGETS_FIRST
+    is_keras_order = tuple(p.name for p in parameters[:2]) in TARGETS_FIRST
     return _with_targets_first(loss) if is_keras_order else loss
 
 

@@ -10,6 +10,7 @@ from jax import lax
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype, one_line
 from jdist._src.replica.losses import WeightedLosses, broadcast_weights
 from jdist._src.replica.metrics import Metric
+from jdist._src.training.foreign_metrics import is_foreign_metric
 
 
 def optional_parameters(name: str, fn: Any, *arguments: str) -> dict[str, str]:
@@ -43,8 +44,8 @@ def optional_parameters(name: str, fn: Any, *arguments: str) -> dict[str, str]:
 
 
 def is_metric(node: PyTree) -> bool:
-    """Returns whether a node of a tree is a metric."""
-    return isinstance(node, Metric)
+    """Returns whether a node of a tree is a metric, of jdist or another library."""
+    return isinstance(node, Metric) or is_foreign_metric(node)
 
 
 def check_metric_weights(name: str, result: PyTree, weights: Any, receivers: dict[str, str]) -> None:
@@ -56,7 +57,7 @@ def check_metric_weights(name: str, result: PyTree, weights: Any, receivers: dic
             raise TypeError(
                 f"`{name}` returned result{jax.tree_util.keystr(path)}, a metric {type(node).__name__}, for a padded batch "
                 "without the weights of its examples, so the metric would count the padding. Add the parameter "
-                "`weights`, and pass it to `update(..., weights=weights)`."
+                "`weights`, and pass it to `update(..., weights=weights)`, or to a metric of clu or metrax as its mask."
             )
 
 

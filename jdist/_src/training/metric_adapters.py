@@ -6,12 +6,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, one_line
 from jdist._src.replica.losses import is_loss
 from jdist._src.replica.metrics import Mean, Metric
+from jdist._src.training.foreign_metrics import (
+    AdaptedMetric,
+    adapt,
+    is_foreign_metric,
+    metrics_of_collection,
+    takes_targets_first,
+)
 from jdist._src.training.history import FACTS
-from jdist._src.training.loss_adapters import adapt_loss, is_keras_metric
+from jdist._src.training.loss_adapters import adapt_loss
 
 _RESERVED_NAMES = ("loss", "examples", *FACTS)  # the other entries of a history row or an `evaluate` result
 _CLASSES = {
@@ -31,18 +39,18 @@ class MetricAdapter(NamedTuple):
 
     Attributes:
         empty: The metric of no examples.
-        arguments: From outputs and targets to the arguments of `Metric.update`.
+        arguments: From outputs and targets to the arguments of `Metric.update`: a tuple, or a dict of them by name.
     """
 
     empty: Metric
-    arguments: Callable[[PyTree, PyTree], tuple[Any, ...]]
+    arguments: Callable[[PyTree, PyTree], Any]
 
 
 def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricAdapter]:
     """Returns the metrics of a user by name.
 
     Args:
-        metrics: A mapping from names to metrics.
+        metrics: A mapping from names to metrics, or a collection of metrics of clu or flax.nnx.
         is_of_outputs: Whether the metrics are of outputs and targets. Otherwise they are of the auxiliary values and the batch
             of an objective or a step: a metric without a function has the arguments `aux[name]`, and a list of names is
             accepted, for means of these values.
@@ -53,6 +61,7 @@ def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricA
     """
     if not is_of_outputs and isinstance(metrics, (list, tuple)) and all(isinstance(name, str) for name in metrics):
         metrics = {name: Mean() for name in metrics}
+    metrics = metrics_of_collection(metrics)
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"`metrics` must be a dict from names to metrics, got {one_line(metrics)}. Write `metrics={_example(metrics)}`."
@@ -89,16 +98,17 @@ def batch_metrics(
     updated: dict[str, Metric] = {
         "loss": Mean().update(losses, weights=weights if loss_weights is None else loss_weights)
     }
-    # With weights, also those that XLA removes, a metric of another number of values is an error.
-    weights = jnp.ones(len(losses)) if weights is None else weights
     for name, adapter in metrics.items():
+        # With weights, also those that XLA removes, a metric of another number of values is an error.
+        ones = np.ones(len(losses), np.float32) if isinstance(adapter.empty, AdaptedMetric) else jnp.ones(len(losses))
         try:
             arguments = adapter.arguments(outputs, targets)
             has_loss_weights = loss_weights is not None and all(
-                jnp.shape(x)[: loss_weights.ndim] == loss_weights.shape for x in arguments
+                jnp.shape(x)[: loss_weights.ndim] == loss_weights.shape for x in jax.tree.leaves(arguments)
             )
-            chosen = loss_weights if has_loss_weights else weights
-            updated[name] = adapter.empty.update(*arguments, weights=chosen)  # type: ignore[attr-defined]
+            chosen = loss_weights if has_loss_weights else ones if weights is None else weights
+            args, kwargs = ((), arguments) if isinstance(arguments, Mapping) else (arguments, {})
+            updated[name] = adapter.empty.update(*args, weights=chosen, **kwargs)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as error:
             error.add_note(
                 f"In the metric {name!r}, of outputs {describe_tree(outputs)} and targets {describe_tree(targets)}."
@@ -176,44 +186,58 @@ def _example(metrics: Any) -> str:
 
 
 def _adapt_metric(name: str, metric: Any, is_of_outputs: bool) -> MetricAdapter:
+    if is_foreign_metric(metric):
+        metric = _adapt_foreign(name, metric)
+        if is_of_outputs and takes_targets_first(metric):
+            return MetricAdapter(metric, lambda outputs, targets: (targets, outputs))
+    if isinstance(metric, (tuple, list)) and len(metric) == 2 and is_foreign_metric(metric[0]):
+        metric = _adapt_foreign(name, metric[0]), metric[1]
     if isinstance(metric, Metric) and not is_of_outputs:
         return MetricAdapter(metric, functools.partial(_auxiliary_arguments, name))
     if isinstance(metric, Metric):
         return MetricAdapter(metric, lambda outputs, targets: (outputs, targets))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and isinstance(metric[0], Metric) and callable(metric[1]):
         return MetricAdapter(metric[0], functools.partial(_checked_arguments, name, metric[1]))
-    if is_keras_metric(metric):
-        raise TypeError(
-            f"The metric {name!r} is a Keras metric, {type(metric).__name__}, which updates variables in place. Pass a metric "
-            "of `jdist.metrics`, or a function from outputs and targets to values [batch, ...]."
-        )
     if callable(metric) and not isinstance(metric, type):
         return MetricAdapter(Mean(), functools.partial(_checked_values, name, adapt_loss(metric)))
     got = f"the class {metric.__name__}: call it" if isinstance(metric, type) else one_line(metric)
     raise TypeError(
-        f"The metric {name!r} must be a metric of `jdist.metrics`, a pair of a metric and a function from outputs and targets "
-        f"to its arguments, or a function from outputs and targets to values [batch, ...]; got {got}."
+        f"The metric {name!r} must be a metric of jdist, flax.nnx, clu, metrax or Keras, a pair of a metric and a function "
+        f"from outputs and targets to its arguments, or a function from outputs and targets to values [batch, ...]; got {got}."
     )
 
 
-def _auxiliary_arguments(name: str, aux: PyTree, batch: PyTree) -> tuple[Any, ...]:
-    """Returns the arguments of a metric: `aux[name]`, or its values if it is a tuple. A number is one value per example."""
+def _adapt_foreign(name: str, metric: Any) -> AdaptedMetric:
+    if isinstance(metrics_of_collection(metric), Mapping):
+        raise TypeError(
+            f"The metric {name!r} is a collection of metrics. Pass it as `metrics=`, or its metrics by name."
+        )
+    return adapt(metric)
+
+
+def _auxiliary_arguments(name: str, aux: PyTree, batch: PyTree) -> Any:
+    """Returns the arguments of a metric: `aux[name]`, or its values if it is a tuple or a dict.
+
+    A number is one value per example.
+    """
     if not isinstance(aux, Mapping) or name not in aux:
         got = f"a dict with {', '.join(map(repr, aux))}" if isinstance(aux, Mapping) else describe_tree(aux)
         raise TypeError(
             f"The metric {name!r} needs the auxiliary value {name!r} of the objective or the step, got {got}."
         )
+    if isinstance(aux[name], Mapping):
+        return aux[name]
     values = aux[name] if isinstance(aux[name], tuple) else (aux[name],)
     num_examples = len(jax.tree.leaves(batch)[0])
     return tuple(jnp.broadcast_to(x, num_examples) if jnp.ndim(x) == 0 else x for x in values)
 
 
-def _checked_arguments(name: str, fn: Callable[..., Any], outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
+def _checked_arguments(name: str, fn: Callable[..., Any], outputs: PyTree, targets: PyTree) -> Any:
     result = fn(outputs, targets)
-    if not isinstance(result, tuple):
+    if not isinstance(result, (tuple, Mapping)):
         raise TypeError(
-            f"The function of the metric {name!r} must return a tuple of the metric's arguments, got "
-            f"{describe_tree(result)}."
+            f"The function of the metric {name!r} must return a tuple of the metric's arguments, or a dict of them by name, "
+            f"got {describe_tree(result)}."
         )
     return result
 

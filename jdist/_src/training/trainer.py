@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, Unpack, get_args, overload
 
 import jax
@@ -117,9 +117,10 @@ class Trainer:
         step: A function in place of `optimizer`: `fn(state, batch)` or `fn(state, batch, weights)` takes a training step of one
             replica, and returns the new state and the loss, or a dict with `loss` and other values. The state is any tree with
             an attribute or a key `step`, the number of steps; it is passed to `fit`.
-        metrics: A dict from names to: a metric of `jdist.metrics`, whose arguments are outputs and targets; a pair of a metric
-            and a function from outputs and targets to a tuple of its arguments; or a function from outputs and targets to
-            values `[batch, ...]`, which are averaged. With `objective` or `step`, its auxiliary values and the batch take the
+        metrics: A dict from names to: a metric of `jdist.metrics`, flax.nnx, clu, metrax or Keras, whose arguments are outputs
+            and targets; a pair of a metric and a function from outputs and targets to a tuple or a dict of its arguments; or a
+            function from outputs and targets to values `[batch, ...]`, which are averaged. Or an `nnx.MultiMetric` or a clu
+            `Collection`. With `objective` or `step`, its auxiliary values and the batch take the
             place of outputs and targets, the argument of a metric without a function is the auxiliary value of its name, and a
             list of names averages these values.
         strategy: The strategy; by default the current strategy, else `jdist.auto_strategy()`.
@@ -164,7 +165,7 @@ class Trainer:
         optimizer: optax.GradientTransformation | None = None,
         loss: Callable[[Any, Any], Any] | None = None,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Any = None,
         **options: Unpack[_Options],
     ) -> None: ...
     @overload
@@ -174,7 +175,7 @@ class Trainer:
         optimizer: optax.GradientTransformation | None = None,
         *,
         objective: Callable[..., Any],
-        metrics: Mapping[str, Any] | Sequence[str] | None = None,
+        metrics: Any = None,
         **options: Unpack[_Options],
     ) -> None: ...
     @overload
@@ -185,7 +186,7 @@ class Trainer:
         loss: Callable[[Any, Any], Any] | None = None,
         objective: Callable[..., Any] | None = None,
         step: Callable[..., Any],
-        metrics: Mapping[str, Any] | Sequence[str] | None = None,
+        metrics: Any = None,
         **options: Unpack[_Options],
     ) -> None: ...
     @explains_arguments("trainer")
@@ -197,7 +198,7 @@ class Trainer:
         *,
         objective: Callable[..., Any] | None = None,
         step: Callable[..., Any] | None = None,
-        metrics: Mapping[str, Any] | Sequence[str] | None = None,
+        metrics: Any = None,
         strategy: Strategy | None = None,
         precision: Precision | None = None,
         remat: Remat = False,
