@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import json
 import os
 import pathlib
 import pkgutil
@@ -140,6 +141,11 @@ def test_no_code_line_is_wider_than_88_columns():
     lines = {page: list(_code_lines_of_page(page.read_text(encoding="utf-8"))) for page in PAGES}
     for path in sorted((ROOT / "jdist").rglob("*.py")):
         lines[path] = list(_code_lines_of_docstrings(path.read_text(encoding="utf-8")))
+    for path in sorted((ROOT / "examples/notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        lines[path] = [
+            line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()
+        ]
     assert sum(map(len, lines.values())) > 4000
     wide = [
         f"{path.relative_to(ROOT)}: {line}"
