@@ -172,6 +172,43 @@ CALLS = {
         TypeError,
         "A step of jdist has its own proof: `print(step.proof)`",
     ),
+    "optimizer and loss exchanged": (
+        lambda: jdist.Trainer(((lambda key, x: x), (lambda w, x: x)), optax.squared_error, optax.sgd(0.1)),
+        TypeError,
+        "got an optimizer. The order is `Trainer(model, optimizer, loss)`.",
+    ),
+    "name of a loss": (
+        lambda: jdist.Trainer(
+            ((lambda key, x: x), (lambda w, x: x)), optax.sgd(0.1), "sparse_categorical_crossentropy"
+        ),
+        TypeError,
+        "Write `loss=optax.softmax_cross_entropy_with_integer_labels`.",
+    ),
+    "record in place of its state": (
+        lambda: trainer().evaluate(fit(steps=1), (X, X[:, 0]), batch_size=4),
+        TypeError,
+        "got Fit. Write `fit.state`.",
+    ),
+    "callback of Keras": (
+        lambda: fit(callbacks=[type("EarlyStopping", (), {})()]),
+        TypeError,
+        "Write `jdist.callbacks.EarlyStopping(...)`.",
+    ),
+    "other callback of Keras": (
+        lambda: fit(callbacks=[type("ModelCheckpoint", (), {})()]),
+        TypeError,
+        "write `jdist.callbacks.Checkpoint(jdist.Checkpointer(path))`.",
+    ),
+    "progress that is False": (
+        lambda: trainer().fit((X, X[:, 0]), batch_size=4, progress=False),
+        TypeError,
+        'got a bool. Write `progress="off"`.',
+    ),
+    "name of a precision": (
+        lambda: step(lambda w, x: (w, None), precision="bf16"),
+        TypeError,
+        "such as `jdist.Precision(compute_dtype=jnp.bfloat16)`, got 'bf16'.",
+    ),
     "no batches": (
         lambda: distance.over(0.0, 5),
         TypeError,

@@ -55,7 +55,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision | None):
             raise TypeError(
-                "`precision` must be a `jdist.Precision(param_dtype, compute_dtype, output_dtype)`, got "
+                "`precision` must be a `jdist.Precision`, such as `jdist.Precision(compute_dtype=jnp.bfloat16)`, got "
                 f"{one_line(self.precision)}."
             )
         if self.steps_per_call is not None:

@@ -341,5 +341,6 @@ def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: Program
     return (
         f"{name} of `{spec.name}` on {number} replicas is not what one device computes from the global batch{also}: "
         f"{verdict.reason}.{because}{fix}\n"
-        '  If this is intended: `strategy.step(fn, equivalence="ignore")`.'
+        '  If this is intended: `strategy.step(fn, equivalence="ignore")`; of a `Trainer`, '
+        '`warnings.simplefilter("ignore", jdist.NotEquivalentWarning)`.'
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.core.migration_hints import attribute_hint
 from jdist._src.core.paths import absolute
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.strategies.base import Strategy
@@ -240,13 +241,26 @@ def as_callbacks(callbacks: Sequence[Callback | CallbackFunction]) -> list[Callb
     return sorted(adapted, key=lambda callback: callback.checkpointer is not None)
 
 
+_NAMES = (
+    "Callback",
+    "CSVLog",
+    "EarlyStopping",
+    "TensorBoard",
+    "TimeLimit",
+)  # of callbacks that Keras or Lightning have too
+
+
 def _as_callback(callback: Any) -> Callback:
     if isinstance(callback, Callback):
         return callback
     if not callable(callback) or isinstance(callback, type):
         name = f"the class {callback.__name__}: call it" if isinstance(callback, type) else one_line(callback)
+        kind = type(callback).__name__
+        hint = attribute_hint("jdist.callbacks", kind) or (
+            f"Write `jdist.callbacks.{kind}(...)`." if kind in _NAMES else ""
+        )
         raise TypeError(
-            f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}."
+            f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}. {hint}".rstrip()
         )
     ignored = [name for name in ("get_state", "set_state", "close") if hasattr(callback, name)]
     if ignored:

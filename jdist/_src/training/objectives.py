@@ -33,6 +33,18 @@ class BatchResult(NamedTuple):
     model_state: PyTree
 
 
+# The losses of optax for names that Keras accepts.
+_OPTAX_LOSSES = {
+    "sparse_categorical_crossentropy": "optax.softmax_cross_entropy_with_integer_labels",
+    "categorical_crossentropy": "optax.softmax_cross_entropy",
+    "binary_crossentropy": "optax.sigmoid_binary_cross_entropy",
+    "cross_entropy": "optax.softmax_cross_entropy_with_integer_labels",
+    "mse": "optax.squared_error",
+    "mean_squared_error": "optax.squared_error",
+    "huber": "optax.huber_loss",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The losses of a batch: of the outputs of a model, or of a function of the user; plus the losses that the model adds.
@@ -54,9 +66,14 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.loss is not None and not callable(self.loss):
+            is_optimizer = hasattr(self.loss, "init") and hasattr(self.loss, "update")
+            got = "an optimizer" if is_optimizer else one_line(self.loss)
+            order = " The order is `Trainer(model, optimizer, loss)`." * is_optimizer
+            example = _OPTAX_LOSSES.get(self.loss, "") if isinstance(self.loss, str) else ""
             raise TypeError(
                 "`loss` must be a function from outputs and targets to losses [batch, ...], such as "
-                f"`optax.softmax_cross_entropy_with_integer_labels` or `optax.squared_error`, got {one_line(self.loss)}."
+                f"`optax.softmax_cross_entropy_with_integer_labels` or `optax.squared_error`, got {got}.{order}"
+                f"{f' Write `loss={example}`.' if example else ''}"
             )
         if not isinstance(self.precision, Precision | None):
             raise TypeError(

@@ -197,6 +197,7 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
         raise TypeError(
             "The state must have `params`, as an attribute or a key: pass a `jdist.TrainState`, or a dict such as "
             f'{{"params": params, "model_state": variables}}; got {type(state).__name__}.'
+            f"{' Write `fit.state`.' * hasattr(state, 'state')}"
         )
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)

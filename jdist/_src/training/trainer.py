@@ -628,7 +628,8 @@ def _with_progress(callbacks: list[Callback], progress: ProgressKind) -> list[Ca
     if not isinstance(progress, str):
         kinds = ", ".join(f'"{kind}"' for kind in get_args(ProgressKind))
         hint = ": pass it as `callbacks=[jdist.callbacks.Progress(...)]`" if isinstance(progress, Progress) else ""
-        raise TypeError(f"`progress` must be one of {kinds}, got a {type(progress).__name__}{hint}.")
+        off = ' Write `progress="off"`.' if progress is False or progress == 0 else ""
+        raise TypeError(f"`progress` must be one of {kinds}, got a {type(progress).__name__}{hint}.{off}")
     if progress == "off" or any(isinstance(callback, Progress) for callback in callbacks):
         return callbacks
     return [*callbacks, Progress(progress)]
