@@ -138,7 +138,8 @@ def _code_lines_of_docstrings(source):
 
 def test_no_code_line_is_wider_than_88_columns():
     """Wider lines scroll on the pages of the site, and are cut off in a terminal with two windows."""
-    lines = {page: list(_code_lines_of_page(page.read_text(encoding="utf-8"))) for page in PAGES}
+    pages = [*PAGES, *sorted((ROOT / "docs/api").glob("*.md"))]
+    lines = {page: list(_code_lines_of_page(page.read_text(encoding="utf-8"))) for page in pages}
     for path in sorted((ROOT / "jdist").rglob("*.py")):
         lines[path] = list(_code_lines_of_docstrings(path.read_text(encoding="utf-8")))
     for path in sorted((ROOT / "examples/notebooks").glob("*.ipynb")):
