@@ -239,7 +239,9 @@ def adapt(metric: Any, **constants: Any) -> AdaptedMetric:
         >>> from flax import nnx
         >>> accuracy = jdist.metrics.adapt(nnx.metrics.Accuracy())
         >>> logits, labels = np.float32([[0.1, 0.9], [0.8, 0.2], [0, 0]]), np.array([1, 1, 0])
-        >>> accuracy = accuracy.update(logits=logits, labels=labels, weights=np.float32([1, 1, 0]))
+        >>> accuracy = accuracy.update(
+        ...     logits=logits, labels=labels, weights=np.float32([1, 1, 0])
+        ... )
         >>> float(accuracy.compute())
         0.5
     """
