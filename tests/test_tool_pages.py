@@ -1,8 +1,10 @@
 """The programs of the pages on sweeps, trackers and configuration run with the real libraries, in session `libraries`."""
 
+import contextlib
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 
@@ -23,9 +25,11 @@ PROGRAMS = {
 def run(tmp_path):
     """Returns a function that runs a program of a page and returns its standard output."""
 
-    def call(name, *arguments, status=0, **variables):
+    def call(name, *arguments, status=0, changes=(), **variables):
         for program, code in PROGRAMS.items():
-            (tmp_path / program).write_text(code.replace("n_trials=12", "n_trials=4"), encoding="utf-8")
+            for old, new in {"n_trials=12": "n_trials=4", **dict(changes)}.items():
+                code = code.replace(old, new)
+            (tmp_path / program).write_text(code, encoding="utf-8")
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **variables}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, name, *arguments]
@@ -61,20 +65,15 @@ def test_run_of_wandb_continues_where_it_ended(run, tmp_path):
 
 
 def test_run_of_mlflow_continues_where_it_ended(run, tmp_path):
-    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow")
     run("train_mlflow.py")
-    PROGRAMS["train_mlflow.py"], before = (
-        PROGRAMS["train_mlflow.py"].replace("epochs=4", "epochs=5"),
-        PROGRAMS["train_mlflow.py"],
-    )
-    try:
-        run("train_mlflow.py")
-    finally:
-        PROGRAMS["train_mlflow.py"] = before
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    history = client.get_metric_history((tmp_path / "run/mlflow_run_id").read_text(), "loss")
-    steps = sorted({metric.step for metric in history})
-    assert steps == [10, 16, 20, 30, 32, 40, 48, 50, 60, 64, 70, 80]
+    run("train_mlflow.py", changes={"epochs=4": "epochs=5"})
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        rows = database.execute(
+            "SELECT DISTINCT run_uuid, step FROM metrics WHERE key = 'loss' ORDER BY step"
+        ).fetchall()
+    assert {run_id for run_id, _ in rows} == {(tmp_path / "run/mlflow_run_id").read_text()}
+    assert [step for _, step in rows] == [10, 16, 20, 30, 32, 40, 48, 50, 60, 64, 70, 80]
 
 
 def test_configuration_of_a_run_is_checked_when_it_continues(run, tmp_path):
