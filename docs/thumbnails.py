@@ -108,7 +108,7 @@ def small_picture(content: bytes) -> bytes:
     picture = Image.open(io.BytesIO(content)).convert("RGB")
     picture = picture.resize((WIDTH, round(picture.height * WIDTH / picture.width)), Image.Resampling.LANCZOS)
     result = io.BytesIO()
-    picture.quantize(64).save(result, "PNG", optimize=True)
+    picture.quantize(128, Image.Quantize.MAXCOVERAGE).save(result, "PNG", optimize=True)
     return result.getvalue()
 
 
