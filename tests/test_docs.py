@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # Classes are found in the module of their public name.
 MODULES = [jdist, *(importlib.import_module(m.name) for m in pkgutil.walk_packages(jdist.__path__, "jdist."))]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/api").glob("*.md"))]
 NAMES = {"jdist": jdist, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
 
 # A closing fence ends the expected output of an example. Only the page itself defines names.
