@@ -25,7 +25,7 @@ def test_reduction_accepts_its_name_in_any_case(name):
 @each_row("op", ["avg", "", 3, None])
 @each_row("call", [jdist.all_reduce, lambda op, x: jdist.OneDeviceStrategy("cpu:0").reduce(op, x, axis=None)])
 def test_unknown_reduction_is_an_error(op, call):
-    with pytest.raises(ValueError, match=r"is not a reduction; take one of 'SUM', 'MEAN', 'MAX', 'MIN'"):
+    with pytest.raises(ValueError, match="is not a reduction"):
         call(op, 1.0)
 
 
