@@ -118,4 +118,6 @@ def benchmarks(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """The benchmarks against TensorFlow, Keras on JAX, torch and orbax; writes their section of docs/benchmarks.md."""
     session.install(*CONSTRAINTS, "-e", ".[grain,plot]", "keras", "tensorflow-cpu", "torch")
+    # The LLVM of Triton, which torch does not need on CPU, ends a process that also uses TensorFlow.
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "triton")
     session.run("python", "benchmarks/page.py", "peers", *session.posargs)

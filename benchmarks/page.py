@@ -195,10 +195,20 @@ def policies_table(results):
 
 
 def with_policies(text, results):
-    """Returns the text of docs/sync.md with the table of the results."""
-    start, end = "<!-- policies -->\n", "\n<!-- end of policies -->"
+    """Returns the text of docs/sync.md with the figure and the table of the results."""
+    start, end = "<!-- policies -->\n", "<!-- end of policies -->"
     before, after = text.partition(start)[0], text.partition(end)[2]
-    return f"{before}{start}\n{policies_table(results)}\n{end}{after}"
+    return f"{before}{start}\n{OF_POLICIES}\n{policies_table(results)}\n\n{end}{after}"
+
+
+OF_POLICIES = """![The held-out loss of each policy against the bytes that a replica sends per step.](policies.svg)
+
+The figure and the table (`python benchmarks/page.py policies`) are of 512 steps on 4 CPU devices, with the same data and
+seed for all policies. The loss is the mean over the held-out windows, in nats per character, and then its difference to
+`mean`. Bytes and collectives are per step and replica. XLA's CPU compiler reduces bfloat16 and float16 in float32, and sends
+float32: on GPUs and TPUs these two send half the bytes. The learning rate is the same for all except DiLoCo, and is not tuned
+per policy. One model and one seed do not rank the policies in general.
+"""
 
 
 # ---- The figure

@@ -104,6 +104,30 @@ def test_page_and_figure_are_those_of_the_stored_rows():
         assert PAGE.stored_data((ROOT / "docs" / PAGE.FIGURE).read_text()) == PAGE.flat(panels)
 
 
+def test_policies_are_between_the_marks_of_their_page():
+    one = {"loss": 1.5, "sent": 2000.0, "collectives": 0.25}
+    stored = {"mean": one, "int8": {**one, "loss": 1.65, "sent": 500.0}}
+    text = PAGE.with_policies("before\n<!-- policies -->\nold\n<!-- end of policies -->\nafter\n", stored)
+    assert text.startswith("before\n<!-- policies -->\n\n![") and text.endswith("<!-- end of policies -->\nafter\n")
+    assert "| `int8` | 1.6500 | +10.0% | 0.5 | 0.25 |" in text and "old" not in text
+    assert PAGE.with_policies(text, stored) == text
+
+
+@pytest.mark.skipif(
+    not (ROOT / "docs/policies.json").exists(), reason="`python benchmarks/page.py policies` has not run."
+)
+def test_table_and_figure_of_the_policies_are_those_of_the_stored_results():
+    stored = json.loads((ROOT / "docs/policies.json").read_text())
+    page, figure = (ROOT / "docs/sync.md").read_text(), (ROOT / "docs/policies.svg").read_text()
+    assert PAGE.with_policies(page, stored) == page
+    mean = stored["mean"]
+    assert f"| `mean` | {mean['loss']:.4f} | +0.0% | {mean['sent'] / 1e3:,.1f} | {mean['collectives']:.2f} |" in page
+    assert all(f"| `{name}` | {one['loss']:.4f} |" in page for name, one in stored.items())
+    drawn = {name: [round(one["sent"] / 1e3, 1), round(one["loss"], 4)] for name, one in stored.items()}
+    assert PAGE.stored_data(figure) == drawn
+    assert len(figure) < 80_000
+
+
 def test_every_script_of_a_section_exists_and_prints_rows():
     scripts = {*PAGE.own_scripts(), *(line.split()[0] for line in PAGE.PEERS)}
     assert {"step_overhead.py", "devices.py", "checkpoint.py"} <= scripts
