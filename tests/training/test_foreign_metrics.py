@@ -478,7 +478,10 @@ def test_eval_step_refuses_other_states_of_libraries(request):
     from clu import metrics as clu
 
     last = lambda _, batch, weights: clu.LastValue.from_model_output(batch, mask=weights)
-    with two().scope(), pytest.raises(ValueError, match=r"LastValue, .*for its leaf 'total' it replaces it"):
+    with (
+        two().scope(),
+        pytest.raises(ValueError, match=r"a LastValue whose `merge` .*for its leaf 'total' it replaces it"),
+    ):
         jdist.eval_step(last).over(None, dataset)
     without = lambda _, batch: clu.Average.from_model_output(batch)
     with (

@@ -21,6 +21,7 @@ from jdist._src.execution.stage_order import stages_of
 from jdist._src.execution.state_stages import NewState, StateUpdate, StepPolicies
 from jdist._src.execution.traced import Arguments, Results, UserCall
 from jdist._src.replica.context import ReplicaContext
+from jdist._src.replica.metric_sums import check_state_metrics
 from jdist._src.replica.precision import Precision
 
 View: TypeAlias = Literal["replica", "global"]
@@ -122,7 +123,11 @@ def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, cont
     def user_call(args: Arguments) -> UserCall:
         return UserCall(fn(), unpacked(args, has_state=False), {})
 
-    return _program(fn(), user_call, lambda state: (state, ()), backend, context, [NewState()])
+    def split(state: PyTree) -> tuple[PyTree, tuple[()]]:
+        check_state_metrics(state)
+        return state, ()
+
+    return _program(fn(), user_call, split, backend, context, [NewState()])
 
 
 def step_program(

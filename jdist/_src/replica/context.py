@@ -23,6 +23,7 @@ from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.trace_key import keyed, set_outermost_key
 from jdist._src.core.tree import PyTree, describe_type, named_leaves, one_line
 from jdist._src.devices.mesh import Replicas
+from jdist._src.replica.metric_sums import check_metric_sums
 from jdist._src.values.array_checks import check_value
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_uniform_shape
@@ -281,7 +282,7 @@ def all_reduce(op: ReduceOp | ReduceOpName, tree: PyTree, *, options: Communicat
         The same tree, reduced element by element; replicated.
 
     Raises:
-        ValueError: `op` is not a reduction.
+        ValueError: `op` is not a reduction; or a metric of flax.nnx, clu or metrax is added whose merge is not a sum.
         TypeError: The dtype of a leaf does not support the reduction (booleans, keys).
         RuntimeError: Called in the cross-replica context.
 
@@ -292,7 +293,10 @@ def all_reduce(op: ReduceOp | ReduceOpName, tree: PyTree, *, options: Communicat
         >>> jdist.all_reduce("sum", 3.0).item()  # outside any strategy there is one replica
         3.0
     """
-    return require_replica_context("all_reduce", "strategy.reduce").all_reduce(op, tree, options=options)
+    context, op = require_replica_context("all_reduce", "strategy.reduce"), ReduceOp.of(op)
+    if op is ReduceOp.SUM:
+        check_metric_sums("value", tree)
+    return context.all_reduce(op, tree, options=options)
 
 
 @overload

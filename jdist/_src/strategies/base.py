@@ -40,6 +40,7 @@ from jdist._src.execution.program import Program
 from jdist._src.execution.traced import Proof
 from jdist._src.faults import watchdog
 from jdist._src.replica.context import ReplicaContext, ValueContext, current_context, require_cross_replica_context
+from jdist._src.replica.metric_sums import check_state_metrics
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies import host_reductions
 from jdist._src.strategies.description import Description, describe
@@ -508,6 +509,7 @@ class Strategy(Uncopied):
             2
         """
         require_cross_replica_context("put")
+        check_state_metrics(tree)
         return put(tree, self.replicas, self._put_shardings)
 
     def shardings(self, tree: PyTree) -> PyTree:

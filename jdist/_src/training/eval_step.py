@@ -17,10 +17,11 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.batch_check import replicated_batch
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.replica.context import all_reduce
+from jdist._src.replica.metric_sums import clu_metric_types
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.strategies.current import get_strategy
 from jdist._src.strategies.late_bound_step import add_missing_strategy_note, bind_state
-from jdist._src.training.foreign_metrics import check_merge, is_clu_state, is_foreign_metric
+from jdist._src.training.foreign_metrics import is_foreign_metric
 from jdist._src.training.loss_functions import check_metric_weights, is_metric, optional_parameters
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
@@ -209,10 +210,7 @@ def _warn_of_replicated_batch(replicas: Replicas, batch: PyTree) -> None:
 
 
 def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Any:
-    if isinstance(value, Metric):
-        return value
-    if is_clu_state(value):
-        check_merge(f"`{name}` returned result{jax.tree_util.keystr(path)}, which", value)
+    if isinstance(value, (Metric, *clu_metric_types())):
         return value
     if is_foreign_metric(value):
         raise TypeError(

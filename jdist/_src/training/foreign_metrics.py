@@ -26,6 +26,7 @@ from jdist._src.core.tree import describe_tree, dtype_and_shape, has_dtype, one_
 from jdist._src.jaxpr.accumulators import not_accumulated
 from jdist._src.jaxpr.numpy_evaluation import TooLargeError, evaluate
 from jdist._src.replica.losses import broadcast_weights, weights_array
+from jdist._src.replica.metric_sums import USE_A_SUM, clu_metric_types, nnx_metric_types, state_leaf_name
 from jdist._src.replica.metrics import Metric
 from jdist._src.training.loss_adapters import TARGETS_FIRST, check_keras_backend, is_keras_metric
 
@@ -33,7 +34,6 @@ _MASKS = frozenset(("mask", "sample_weight", "sample_weights"))  # jdist applies
 _MAX_DELTAS = 2**24  # elements of the states of single examples in memory at once
 _MAX_OPERATIONS = 5e6  # of the test with random inputs: about 0.1 seconds
 _TOLERANCE = 1e-5  # constants of the programs are rounded to float32
-_FIX = "Use a metric whose state is sums, or compute the value from the outputs of `Trainer.predict`."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class ForeignMetric:
             if i not in unused:
                 raise ValueError(
                     f"{self.name} is not a sum over examples: an update of its state leaf {self.leaf_names[i]!r} {reason}. "
-                    f"So the states of replicas and batches cannot be added. {_FIX}"
+                    f"So the states of replicas and batches cannot be added. {USE_A_SUM}"
                 )
 
         def both(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -129,7 +129,7 @@ class ForeignMetric:
                     raise ValueError(
                         f"{self.name} is not a sum over examples: for three random examples, an update adds {_text(whole)} "
                         f"to its state leaf {name!r}, and one update per example adds {_text(parts)}. So the value would "
-                        f"depend on the batch size and the number of replicas.{columns} {_FIX}"
+                        f"depend on the batch size and the number of replicas.{columns} {USE_A_SUM}"
                     )
         return True
 
@@ -255,18 +255,15 @@ def adapt(metric: Any, **constants: Any) -> AdaptedMetric:
         got = f"the class {metric.__name__}: call it" if isinstance(metric, type) else one_line(metric)
         raise TypeError(f"`metric` must be a metric of flax.nnx, clu, metrax or Keras, got {got}.")
     if not adapted.empty:
-        raise TypeError(f"{adapted.name} has no state of arrays before its first update, so it is not a sum. {_FIX}")
+        raise TypeError(
+            f"{adapted.name} has no state of arrays before its first update, so it is not a sum. {USE_A_SUM}"
+        )
     return AdaptedMetric(adapted, tuple(np.zeros(np.shape(leaf), _wide_dtype(leaf)) for leaf in adapted.empty))
 
 
 def is_foreign_metric(value: Any) -> bool:
     """Returns whether `value` is a metric of flax.nnx, clu, metrax or Keras, or a class of clu or metrax."""
     return _is_clu(value) or _is_nnx(value) or is_keras_metric(value)
-
-
-def is_clu_state(value: Any) -> bool:
-    """Returns whether `value` is an instance of clu or metrax, which is its state."""
-    return _is_clu(value) and not isinstance(value, type)
 
 
 def metrics_of_collection(value: Any) -> Any:
@@ -284,37 +281,12 @@ def takes_targets_first(metric: AdaptedMetric) -> bool:
     return metric.metric.parameters[:2] in TARGETS_FIRST
 
 
-def check_merge(name: str, metric: Any) -> None:
-    """Raises ValueError if the merge of a metric of clu or metrax is not the sum of its state.
-
-    Args:
-        name: Its name in messages.
-        metric: The metric of a batch. Its leaves may be traced.
-    """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(metric)
-    shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for _, leaf in leaves]
-    merge = lambda a, b: jax.tree.leaves(treedef.unflatten(a).merge(treedef.unflatten(b)))
-    first, second = (jax.make_jaxpr(fn)(shapes, shapes) for fn in (merge, lambda a, b: merge(b, a)))
-    reasons = [not_accumulated(open_jaxpr(program), len(leaves)) for program in (first, second)]
-    zeros = evaluate(first, [np.zeros(x.shape, x.dtype) for x in (*shapes, *shapes)])
-    for i, (path, _) in enumerate(leaves):
-        reason = reasons[0].get(i) or reasons[1].get(i) or ("adds a constant to it" if zeros[i].any() else None)
-        if reason:
-            raise ValueError(
-                f"{name} is a {type(metric).__name__}, has a `merge` that is not a sum: for its leaf "
-                f"{_name(path)!r} it {reason}. So it cannot be added over the "
-                f"replicas. {_FIX}"
-            )
-
-
 def _is_nnx(value: Any) -> bool:
-    return isinstance(value, getattr(sys.modules.get("flax.nnx"), "Metric", ()))
+    return isinstance(value, nnx_metric_types())
 
 
 def _is_clu(value: Any) -> bool:
-    clu = sys.modules.get("clu.metrics")
-    kinds = (clu.Metric, clu.Collection) if clu else ()
-    return issubclass(value, kinds) if isinstance(value, type) else isinstance(value, kinds)
+    return issubclass(value if isinstance(value, type) else type(value), clu_metric_types())
 
 
 def _of_nnx(metric: Any, constants: Mapping[str, Any]) -> ForeignMetric:
@@ -330,7 +302,7 @@ def _of_nnx(metric: Any, constants: Mapping[str, Any]) -> ForeignMetric:
         new_graphdef, new_state = nnx.split(new)
         if new_graphdef != graphdef:
             raise ValueError(
-                f"{name} changes attributes that are not arrays in an update, so its state is not a sum. {_FIX}"
+                f"{name} changes attributes that are not arrays in an update, so its state is not a sum. {USE_A_SUM}"
             )
         return jax.tree.leaves(new_state)
 
@@ -338,7 +310,13 @@ def _of_nnx(metric: Any, constants: Mapping[str, Any]) -> ForeignMetric:
     compute = lambda leaves: nnx.merge(graphdef, treedef.unflatten(leaves)).compute()
     key = graphdef, _hashable(constants)
     return ForeignMetric(
-        name, key, tuple(_name(path) for path, _ in leaves), tuple(x for _, x in leaves), update, compute, names
+        name,
+        key,
+        tuple(state_leaf_name(path) for path, _ in leaves),
+        tuple(x for _, x in leaves),
+        update,
+        compute,
+        names,
     )
 
 
@@ -362,17 +340,17 @@ def _of_clu(metric: Any, constants: Mapping[str, Any]) -> ForeignMetric:
         for (path, old), new, flag in zip(leaves, jax.tree.leaves(batch), is_state, strict=True):
             if np.shape(old) != np.shape(new):
                 raise ValueError(
-                    f"The state leaf {_name(path)!r} of {name} is {dtype_and_shape(old)} without examples and "
+                    f"The state leaf {state_leaf_name(path)!r} of {name} is {dtype_and_shape(old)} without examples and "
                     f"{dtype_and_shape(new)} with a batch. Pass an instance whose state is zeros of the second shape."
                 )
             if not flag and (isinstance(new, Tracer) or new != old):
                 raise ValueError(
-                    f"The number {_name(path)!r} of {name} is {old} without examples and {new} with a batch."
+                    f"The number {state_leaf_name(path)!r} of {name} is {old} without examples and {new} with a batch."
                 )
         try:
             merged = jax.tree.leaves(join(state).merge(batch))
         except NotImplementedError as error:
-            raise TypeError(f"{name} has no `merge`, so its state is not a sum. {_FIX}") from error
+            raise TypeError(f"{name} has no `merge`, so its state is not a sum. {USE_A_SUM}") from error
         return [x for x, flag in zip(merged, is_state, strict=True) if flag]
 
     states = [pair for pair, flag in zip(leaves, is_state, strict=True) if flag]
@@ -380,7 +358,7 @@ def _of_clu(metric: Any, constants: Mapping[str, Any]) -> ForeignMetric:
     return ForeignMetric(
         name,
         (key, _hashable(constants)),
-        tuple(_name(path) for path, _ in states),
+        tuple(state_leaf_name(path) for path, _ in states),
         tuple(jnp.asarray(x) for _, x in states),
         update,
         lambda state: join(state).compute(),
@@ -418,10 +396,6 @@ def _parameters(update: Callable[..., Any]) -> tuple[str, ...]:
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     parameters = inspect.signature(update).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds and p.name not in _MASKS)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 def _text(values: np.ndarray) -> str:
