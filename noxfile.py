@@ -32,7 +32,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[OLDEST, NEWEST], default=False)
 def slow(session: nox.Session) -> None:
-    """The slow tests, those of bits and memory at XLA's default optimization level, the notebooks; on `OLDEST` jaxprs."""
+    """The slow tests, those of bits and memory at XLA's default optimization level, the notebooks; on `OLDEST` a part."""
     session.install("--no-compile", *CONSTRAINTS, "-e", ".[test,ray]" if session.python == NEWEST else ".[test]")
     if session.python == OLDEST:
         return _pytest(session, "-m", "not slow", "tests/core", "tests/execution", "tests/jaxpr")

@@ -43,7 +43,7 @@ SECTIONS = {
 }
 # Peers that do less work than a correct program: their rows are limits, and no losses.
 LIMITS = ("alone", "torch alone", "not fed", "TCP", "copy", "no proof", "without weights")
-FIGURE = "benchmarks_scaling.svg"
+FIGURE, POLICIES_FIGURE = "pictures/benchmarks_scaling.svg", "pictures/policies.svg"
 INTRODUCTION = """# Benchmarks
 
 This page is generated from `docs/benchmarks.json` by `benchmarks/page.py`.
@@ -201,7 +201,7 @@ def with_policies(text, results):
     return f"{before}{start}\n{OF_POLICIES}\n{policies_table(results)}\n\n{end}{after}"
 
 
-OF_POLICIES = """![The held-out loss of each policy against the bytes that a replica sends per step.](policies.svg)
+OF_POLICIES = """![The held-out loss of each policy against the bytes that a replica sends per step.](pictures/policies.svg)
 
 The figure and the table (`python benchmarks/page.py policies`) are of 512 steps on 4 CPU devices, with the same data and
 seed for all policies. The loss is the mean over the held-out windows, in nats per character, and then its difference to
@@ -387,7 +387,7 @@ def main():
     stored = DOCS / "benchmarks.json"
     document = json.loads(stored.read_text()) if stored.exists() else {}
     if args.section == "policies":
-        files = ["--json", str(POLICIES), "--plot", str(POLICIES.with_suffix(".svg"))]
+        files = ["--json", str(POLICIES), "--plot", str(DOCS / POLICIES_FIGURE)]
         subprocess.run([sys.executable, str(HERE.parent / "examples/policies.py"), *files, *options], check=True)
     elif args.section != "render":
         document[args.section] = rounded(

@@ -43,6 +43,6 @@ def _badge(label: str, value: str, color: str) -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "badges").mkdir(exist_ok=True)
+    (HERE / "pictures/badges").mkdir(exist_ok=True)
     for name, svg in badges().items():
-        (HERE / f"badges/{name}.svg").write_text(svg)
+        (HERE / f"pictures/badges/{name}.svg").write_text(svg)

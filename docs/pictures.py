@@ -229,4 +229,4 @@ PICTURES = (
 if __name__ == "__main__":
     jdist.use_cpu_devices(8)
     for draw in PICTURES:
-        (HERE / f"{draw.__name__}.svg").write_text(draw())
+        (HERE / f"pictures/{draw.__name__}.svg").write_text(draw())

@@ -3,8 +3,8 @@
     python examples/parallelism.py                       # 4 CPU devices
     python examples/parallelism.py --steps 20 --width 64
 
-The model names the dims of its weights and activations ("embed", "heads", "mlp"), and rules map these names to the axes of a
-mesh. Under strategies without these axes the names are without effect, so the same step runs on one device. The model predicts
+The model names the dimensions of its weights and activations ("embed", "heads", "mlp"), and rules map these names to the axes
+of a mesh. Under strategies without these axes the names have no effect, so the same step runs on one device. The model predicts
 the next character of the reference documentation in the standard library, `pydoc_data.topics`.
 """
 

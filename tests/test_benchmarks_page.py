@@ -118,7 +118,7 @@ def test_policies_are_between_the_marks_of_their_page():
 )
 def test_table_and_figure_of_the_policies_are_those_of_the_stored_results():
     stored = json.loads((ROOT / "docs/policies.json").read_text())
-    page, figure = (ROOT / "docs/sync.md").read_text(), (ROOT / "docs/policies.svg").read_text()
+    page, figure = (ROOT / "docs/sync.md").read_text(), (ROOT / "docs" / PAGE.POLICIES_FIGURE).read_text()
     assert PAGE.with_policies(page, stored) == page
     mean = stored["mean"]
     assert f"| `mean` | {mean['loss']:.4f} | +0.0% | {mean['sent'] / 1e3:,.1f} | {mean['collectives']:.2f} |" in page

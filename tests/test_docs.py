@@ -96,14 +96,14 @@ def test_examples_run_as_pasted_and_print_the_stated_output(page, tmp_path):
 
 def test_badges_equal_the_output_of_their_script():
     badges = runpy.run_path(str(ROOT / "docs/badges.py"))["badges"]()
-    assert {path.stem: path.read_text() for path in (ROOT / "docs/badges").glob("*.svg")} == badges
+    assert {path.stem: path.read_text() for path in (ROOT / "docs/pictures/badges").glob("*.svg")} == badges
 
 
 def test_pictures_equal_the_output_of_their_script(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawing = runpy.run_path(str(ROOT / "docs/pictures.py"))
     for draw in drawing["PICTURES"]:
-        assert (ROOT / f"docs/{draw.__name__}.svg").read_text() == draw(), draw.__name__
+        assert (ROOT / f"docs/pictures/{draw.__name__}.svg").read_text() == draw(), draw.__name__
 
 
 def test_every_picture_exists_and_is_on_a_page_with_a_description():
@@ -113,7 +113,7 @@ def test_every_picture_exists_and_is_on_a_page_with_a_description():
             if "badges" not in path:
                 assert len(text.split()) > 5, f"{page.name}: {path}"
                 shown.add((page.parent / path).resolve())
-    assert shown == set((ROOT / "docs").glob("*.svg"))
+    assert shown == set((ROOT / "docs/pictures").glob("*.svg"))
 
 
 CODE_COLUMNS = 88

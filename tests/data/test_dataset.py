@@ -9,7 +9,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, arrays, assert_resumes_at_every_batch, each_row, homes
+from laws import STRATEGIES, arrays, assert_resumes_at_every_batch, each_row, replica_devices
 
 REPLICAS = {name: make() for name, make in STRATEGIES.items()}
 every_strategy = each_row("strategy", REPLICAS.values(), ids=REPLICAS)
@@ -61,8 +61,8 @@ def test_rows_of_a_batch_match_and_are_placed_on_their_replica(shuffle, remainde
         chex.assert_trees_all_equal(
             arrays(batch), jax.tree.map(lambda x, i=rows: x[i].reshape(n, BATCH // n, *x.shape[1:]), source)
         )
-        for part, home in zip(strategy.local_results(batch), homes(strategy), strict=True):
-            assert part["number"].devices() == home
+        for part, devices in zip(strategy.local_results(batch), replica_devices(strategy), strict=True):
+            assert part["number"].devices() == devices
         if weights is not None:
             assert isinstance(weights, jdist.PerReplica)
             assert (weights.tree.shape, weights.tree.dtype) == ((n, BATCH // n), np.float32)

@@ -1,4 +1,4 @@
-"""What the tests share: the tables of strategies and of kinds of state that every law holds for, and how bits are compared."""
+"""Shared by the tests: tables of strategies and of kinds of state for which every law holds, and comparisons of bits."""
 
 import contextlib
 import dataclasses
@@ -150,7 +150,7 @@ STATES = {
 
 
 def among(names, *chosen):
-    """All of them, with those that are not chosen marked as slow."""
+    """Returns all names, with those that are not chosen marked as slow."""
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -182,7 +182,7 @@ def each_row(names, rows, ids=None):
 
 
 def each_value(pairs):
-    """Few of the pairs, such that each first and each second value that occurs in one occurs in one of these."""
+    """Returns a few of the pairs, in which each first value and each second value of the pairs occurs."""
     firsts, seconds = (list(dict.fromkeys(values)) for values in zip(*pairs, strict=True))
     fewer = min(len(firsts), len(seconds))
     chosen = [pair for pair in pairs if firsts.index(pair[0]) % fewer == seconds.index(pair[1]) % fewer]
@@ -192,25 +192,25 @@ def each_value(pairs):
     return chosen
 
 
-def homes(strategy):
-    """For each replica, the devices that hold what is its own."""
+def replica_devices(strategy):
+    """Returns the devices of each replica, as a list of sets."""
     num_groups = strategy.num_replicas_in_sync if "replica" in strategy.mesh.axis_names else 1
     return list(map(set, strategy.mesh.devices.reshape(num_groups, -1)))
 
 
 def rows(strategy, *shape, seed=0):
-    """Random numbers, `PerReplica` of float32 `[replica, *shape]`, another row on each replica."""
+    """Returns random numbers, a `PerReplica` of float32 `[replica, *shape]`, which differ between the replicas."""
     values = np.random.default_rng(seed).normal(size=(strategy.num_replicas_in_sync, *shape)).astype(np.float32)
     return strategy.put(jdist.PerReplica(values))
 
 
 def arrays(batch):
-    """The arrays `[replica, rows, ...]` of a batch, in its structure."""
+    """Returns the arrays `[replica, rows, ...]` of a batch, in its structure."""
     return jax.tree.map(lambda value: value.tree, batch, is_leaf=lambda node: isinstance(node, jdist.PerReplica))
 
 
 def example_numbers(elements, has_weights=True):
-    """The numbers of the examples without padding, one list per batch: all leaves of example `i` consist of `i`.
+    """Returns the numbers of the examples without padding, one list per batch: all leaves of example `i` consist of `i`.
 
     With `has_weights`, an element that is a tuple is a batch and its weights.
     """
@@ -226,16 +226,16 @@ def example_numbers(elements, has_weights=True):
 
 
 def resumed(dataset, state):
-    """An iterator of the data set that continues at a position, which is stored as JSON in between."""
+    """Returns an iterator of the data set that continues at a position, which is stored as JSON in between."""
     iterator = iter(dataset)
     iterator.set_state(json.loads(json.dumps(state)))
     return iterator
 
 
 def assert_resumes_at_every_batch(make, strategy, others, limit=None):
-    """The data set `make(strategy)` continues on each of `others` after each of its batches, or of the first `limit`.
+    """Asserts that the data set `make(strategy)` continues on each of `others` after each of its batches.
 
-    Returns the numbers of the examples, one list per batch.
+    Returns the numbers of the examples, one list per batch, of the first `limit` batches.
     """
     iterator = iter(make(strategy))
     states, numbers = [iterator.get_state()], []
@@ -252,12 +252,12 @@ def assert_resumes_at_every_batch(make, strategy, others, limit=None):
 
 
 def copies(array):
-    """The bytes of each device's copy of a mirrored array."""
+    """Returns the bytes of each device's copy of a replicated array."""
     return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
 
 
 def assert_in_step(tree):
-    """Devices that hold the same part of a leaf, or all of it, hold the same bits. Wrapped values are compared as arrays."""
+    """Asserts that devices with the same part of a leaf, or all of it, hold the same bits, also of wrapped values."""
     testing.assert_replicated(jax.tree.leaves(tree))
 
 
@@ -269,7 +269,7 @@ def forget_failed_callbacks():
 
 
 class Numbered:
-    """Examples found by their numbers, and nothing else."""
+    """A data set with `__len__` and `__getitem__` only."""
 
     def __init__(self, examples):
         self._examples = examples

@@ -11,7 +11,7 @@ class CellOutput:
     """The output of a cell.
 
     Attributes:
-        text: What the cell printed, and the text of its result.
+        text: The printed text, and the text of the result of the cell.
         error: The class of the exception that ended it, or "".
         message: The message of the exception.
     """

@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, arrays, each_row, homes
+from laws import STRATEGIES, arrays, each_row, replica_devices
 
 
 class Batched:
@@ -304,7 +304,7 @@ def test_ds35_each_part_is_placed_on_the_device_of_its_replica(prefetch, strateg
     for source in _both(np.arange(2 * n), n):
         for batch, weights in strategy.distribute_dataset(*source, remainder="pad", prefetch=prefetch):
             for tree in (batch, weights):
-                assert [part.devices() for part in tree.values] == homes(strategy)
+                assert [part.devices() for part in tree.values] == replica_devices(strategy)
 
 
 def test_position_replaces_skipping(two):

@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, each_row, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, replica_devices, rows
 
 few = hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
@@ -145,9 +145,9 @@ def test_local_results_are_the_values_of_each_replica(strategy):
     value = {"own": x, "all": strategy.put(np.arange(3)), "host": 7}
     actual = strategy.local_results(value)
     assert len(actual) == strategy.num_replicas_in_sync
-    for one, row, home in zip(actual, np.asarray(x.tree), homes(strategy), strict=True):
+    for one, row, devices in zip(actual, np.asarray(x.tree), replica_devices(strategy), strict=True):
         chex.assert_trees_all_equal(one, {"own": row, "all": np.arange(3), "host": 7})
-        assert one["own"].devices() == one["all"].devices() == home
+        assert one["own"].devices() == one["all"].devices() == devices
 
 
 @every_strategy
@@ -307,9 +307,9 @@ def test_wrappers_are_reduced_by_the_values_of_each_replica(kind, strategy):
     np.testing.assert_array_equal(joined["x"], all_rows.ravel())
     assert_in_step(joined)
     actual = strategy.local_results(value)
-    for one, row, home in zip(actual, all_rows, homes(strategy), strict=True):
+    for one, row, devices in zip(actual, all_rows, replica_devices(strategy), strict=True):
         chex.assert_trees_all_equal(one, {"x": row, "none": None})
-        assert one["x"].devices() == home
+        assert one["x"].devices() == devices
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])

@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, each_row, homes, rows
+from laws import STRATEGIES, assert_in_step, each_row, replica_devices, rows
 
 
 def test_put_replicates_plain_leaves(strategy):
@@ -138,8 +138,8 @@ def test_values_from_function_are_one_per_replica(strategy):
     chex.assert_trees_all_equal(
         made.tree, {"id": np.arange(n, dtype=np.int32), "x": np.full((n, 2), n, np.float32), "none": None}
     )
-    for value, home in zip(made.values, homes(strategy), strict=True):
-        assert value["x"].devices() == home
+    for value, devices in zip(made.values, replica_devices(strategy), strict=True):
+        assert value["x"].devices() == devices
 
 
 def test_values_from_function_may_be_keys(strategy):

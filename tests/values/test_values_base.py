@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 
-from laws import BACKENDS, STRATEGIES, each_row, homes
+from laws import BACKENDS, STRATEGIES, each_row, replica_devices
 
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 WRAPPERS = {
@@ -151,9 +151,9 @@ def test_values_are_the_parts_of_the_replicas_on_their_own_devices(kind, strateg
     tree = {"a": _numbers(strategy), "b": (np.arange(2 * n).reshape(n, 2), None)}
     tree["key"] = jax.random.split(jax.random.key(3), (n, 2))
     parts = strategy.put(_value(kind, tree)).values
-    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
+    for number, (part, devices) in enumerate(zip(parts, replica_devices(strategy), strict=True)):
         chex.assert_trees_all_equal(_plain(part), _plain(_row(tree, 0 if kind == "Mirrored" else number)))
-        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+        assert devices == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 MAPS = {
