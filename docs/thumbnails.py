@@ -47,7 +47,8 @@ def run(path: pathlib.Path) -> tuple[str, bytes | None]:
     command = (
         [sys.executable, "-m", "pytest", "-q", "-rA", path] if path.name.startswith("test_") else [sys.executable, path]
     )
-    variables = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    columns = COLUMNS + 60 * path.name.startswith("test_")  # pytest prints a path before the name of each test
+    variables = {"COLUMNS": str(columns), "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         options = OPTIONS.get(path.stem, [])
         done = subprocess.run(
