@@ -89,18 +89,9 @@ def release(session: nox.Session) -> None:
 @nox.session(python=NEWEST, default=False)
 def libraries(session: nox.Session) -> None:
     """Tests that need TensorFlow, torch, Hugging Face, Kubernetes, Ray, S3, ONNX, or the compiler of JAX for GPUs."""
-    others = (
-        "datasets",
-        "moto[server]",
-        "ray[train,tune]",
-        "tensorflow-cpu",
-        "torch",
-        "torchdata",
-        "jax-cuda13-plugin",
-    )
-    others += ("mlflow", "optuna", "tyro", "wandb")
-    others += ("jax2onnx", "onnxruntime")
-    session.install(*CONSTRAINTS, "-e", ".[test,kubernetes,ray,s3]", *others)
+    others = "datasets jax-cuda13-plugin jax2onnx mlflow moto[server] onnxruntime optuna ray[train,tune] tensorflow-cpu torch"
+    others += " torchdata tyro wandb"
+    session.install(*CONSTRAINTS, "-e", ".[test,kubernetes,ray,s3]", *others.split())
     names = (
         "test_s3 or source_adapters or kubernetes or test_ray or gpu_compile or from_pytorch or serving or tool_pages"
     )
