@@ -69,7 +69,7 @@ class Event:
         stalled_fraction: The fraction of steps that had to wait for their batch, 0 to 1.
         total_steps: The number of steps after which training ends, if known.
         validation: The loss and the metrics of the validation data; empty except in VALIDATION and EPOCH events. With several
-            sets, the names begin with that of the set: `easy_loss`.
+            sets, the names begin with the name of the set: `easy_loss`.
         strategy: The strategy of the trainer.
         history: The rows and losses recorded so far.
         resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks,
@@ -110,10 +110,8 @@ class Event:
     def metrics(self) -> Mapping[str, float]:
         """The loss, the metrics and the norms since the last row of the history, exact over all examples since then.
 
-        With `tokens_per_second` and `mfu` if `fit` records them.
-
-        That is the epoch so far, or with `fit(validate_every=...)` the steps since the last validation or the end of the last
-        epoch. Every access reads them from the devices.
+        The last row is the end of the last epoch, or with `fit(validate_every=...)` the last validation if it is later.
+        `tokens_per_second` and `mfu` are included if `fit` records them. Every access reads the values from the devices.
 
         With several processes, reading them is a collective. In a STEP event, where possibly one process reads them, this is
         the last loss that was fetched.
@@ -241,13 +239,8 @@ def as_callbacks(callbacks: Sequence[Callback | CallbackFunction]) -> list[Callb
     return sorted(adapted, key=lambda callback: callback.checkpointer is not None)
 
 
-_NAMES = (
-    "Callback",
-    "CSVLog",
-    "EarlyStopping",
-    "TensorBoard",
-    "TimeLimit",
-)  # of callbacks that Keras or Lightning have too
+# Names of callbacks that Keras or Lightning have too.
+_FOREIGN_NAMES = ("Callback", "CSVLog", "EarlyStopping", "TensorBoard", "TimeLimit")
 
 
 def _as_callback(callback: Any) -> Callback:
@@ -257,7 +250,7 @@ def _as_callback(callback: Any) -> Callback:
         name = f"the class {callback.__name__}: call it" if isinstance(callback, type) else one_line(callback)
         kind = type(callback).__name__
         hint = attribute_hint("jdist.callbacks", kind) or (
-            f"Write `jdist.callbacks.{kind}(...)`." if kind in _NAMES else ""
+            f"Write `jdist.callbacks.{kind}(...)`." if kind in _FOREIGN_NAMES else ""
         )
         raise TypeError(
             f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}. {hint}".rstrip()

@@ -159,7 +159,7 @@ class History:
 
 
 def row_name(history: History) -> str:
-    """Returns what a row of the history is: an "epoch", or a "row" if there are several per epoch.
+    """Returns the noun for a row of the history: "epoch", or "row" if there are several per epoch.
 
     Example:
         >>> (

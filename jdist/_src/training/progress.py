@@ -154,7 +154,7 @@ class _Meter:
             self._samples = deque([sample])  # starts after the validation
 
     def metrics(self, event: Event) -> Mapping[str, float]:
-        """Reads the metrics, and returns those that are numbers, and those of the last validation."""
+        """Reads the metrics, and returns the numbers among them and among the metrics of the last validation."""
         metrics = {} if event.moment is Moment.START else {**event.metrics, **self._validation}
         return {name: float(value) for name, value in metrics.items() if not np.ndim(value)}
 

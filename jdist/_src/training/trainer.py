@@ -120,9 +120,9 @@ class Trainer:
         metrics: A dict from names to: a metric of `jdist.metrics`, flax.nnx, clu, metrax or Keras, whose arguments are outputs
             and targets; a pair of a metric and a function from outputs and targets to a tuple or a dict of its arguments; or a
             function from outputs and targets to values `[batch, ...]`, which are averaged. Or an `nnx.MultiMetric` or a clu
-            `Collection`. With `objective` or `step`, its auxiliary values and the batch take the
-            place of outputs and targets, the argument of a metric without a function is the auxiliary value of its name, and a
-            list of names averages these values.
+            `Collection`. With `objective` or `step`, its auxiliary values and the batch take the place of outputs and targets,
+            the argument of a metric without a function is the auxiliary value of its name, and a list of names averages these
+            values.
         strategy: The strategy; by default the current strategy, else `jdist.auto_strategy()`.
         precision: The dtypes of the computation.
         remat: See `jdist.value_and_grad`.
@@ -136,7 +136,7 @@ class Trainer:
             (`optax.lbfgs`); with `step`, only the loss decides. An update that is not finite for another reason, such as an
             overflow of float16, is found at the next loss.
         tokens: A function from an element of the data to an array `[batch, ...]` whose non-zero numbers are its tokens, such as
-            `lambda batch: batch["mask"]`. The history then contains the tokens per second, without those of padded examples.
+            `lambda batch: batch["mask"]`. The history then contains the tokens per second, without tokens of padded examples.
 
     Raises:
         TypeError: The model, the optimizer, the loss or a metric is of an unknown type, or two arguments exclude each other.
@@ -337,7 +337,8 @@ class Trainer:
                 replicas, and the gradient is that of a replica.
             peak_flops: The peak floating point operations per second of one device, for the model flops utilization `mfu`; by
                 default the published number of the accelerator in bfloat16, if it is known.
-            progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
+            progress: The progress display: "live" for a terminal, "notebook", "lines" of text, "off", or "auto"; see
+                `jdist.callbacks.Progress`.
             resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
                 one, bitwise equal to training without the interruption.
 
@@ -475,7 +476,7 @@ class Trainer:
             for batch in drawn_batches(iterator, dataset.has_weights):
                 results = self.strategy.run(self._functions.predict, (variables, *batch.inputs))
                 outputs, weights = jax.device_get(self.strategy.gather(results, axis=0))
-                parts.append(jax.tree.map(lambda rows, is_example=weights > 0: rows[is_example], outputs))
+                parts.append(jax.tree.map(lambda padded, is_example=weights > 0: padded[is_example], outputs))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def apply(self, state: PyTree, inputs: PyTree) -> PyTree:

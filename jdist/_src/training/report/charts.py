@@ -119,8 +119,8 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
     metrics = metric_columns(columns)
     curves = _curves({"loss": metrics.pop("loss", {})}, columns, ["loss"])
     norms = {name: metrics.pop(name) for name in NORMS if name in metrics}
-    trace, bad_steps = _loss_of_steps(losses)
-    panels = [_panel("Loss", x_label if curves else "step", [*trace, *curves], bad_steps)]
+    step_curves, bad_steps = _loss_of_steps(losses)
+    panels = [_panel("Loss", x_label if curves else "step", [*step_curves, *curves], bad_steps)]
     shared, separate = [], []
     for name, data_names in metrics.items():
         values = np.concatenate([columns[column][1] for column in data_names])
@@ -149,7 +149,7 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
 def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
     """Returns the columns of the loss and of each metric, with the names of their data; the loss first, and training first.
 
-    The data of `val_loss` are "validation", and those of `val_easy_loss` are the validation set "easy".
+    The data of `val_loss` are "validation", and the data of `val_easy_loss` are the validation set "easy".
 
     Example:
         >>> metric_columns(["epoch", "recall", "loss", "val_loss", "val_easy_recall"])
@@ -158,7 +158,7 @@ def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
     """
     names = [name for name in dict.fromkeys(columns) if name not in FACTS]
     training = [name for name in names if not name.startswith(VALIDATION_PREFIX)]
-    found: dict[str, dict[str, str]] = {name: {name: "training"} for name in training}
+    columns_of: dict[str, dict[str, str]] = {name: {name: "training"} for name in training}
     for column in names:
         if not column.startswith(VALIDATION_PREFIX):
             continue
@@ -168,8 +168,8 @@ def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
             if suffixes:
                 metric = max(suffixes, key=len)
                 name, data = metric, name.removesuffix(f"_{metric}")
-        found.setdefault(name, {})[column] = data
-    return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
+        columns_of.setdefault(name, {})[column] = data
+    return {name: columns_of[name] for name in sorted(columns_of, key=lambda name: name != "loss")}
 
 
 def is_drawable(values: np.ndarray) -> np.ndarray:
