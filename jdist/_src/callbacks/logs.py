@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from jdist._src.callbacks.rows import FACTS, ExtraColumns, RowWriter, row_of
+from jdist._src.callbacks.rows import EVENT_COLUMNS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.path_arguments import path_argument
 from jdist._src.core.paths import append_text, is_url
@@ -94,8 +94,8 @@ class CSVLog(_Log):
 
     def _rows(self, text: str) -> list[Row]:
         table = csv.DictReader(io.StringIO(_complete_lines(text), newline=""))
-        self._columns = list(table.fieldnames or FACTS)
-        if not set(FACTS) <= set(self._columns):
+        self._columns = list(table.fieldnames or EVENT_COLUMNS)
+        if not set(EVENT_COLUMNS) <= set(self._columns):
             raise ValueError("The columns differ.")
         return [row for row in table if int(row["step"]) >= 0]
 
@@ -137,7 +137,7 @@ class JSONLog(_Log):
 
     def _rows(self, text: str) -> list[Row]:
         rows = [json.loads(line) for line in _complete_lines(text).splitlines()]
-        if not all(isinstance(row, dict) and set(FACTS) <= set(row) for row in rows):
+        if not all(isinstance(row, dict) and set(EVENT_COLUMNS) <= set(row) for row in rows):
             raise ValueError("The lines differ.")
         return rows
 

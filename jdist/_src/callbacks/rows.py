@@ -13,7 +13,7 @@ from jdist._src.core.arguments import as_int
 from jdist._src.training.events import Callback, Event, Moment
 
 ExtraColumns: TypeAlias = Callable[[Event], Mapping[str, float]]
-FACTS = ("moment", "epoch", "step", "seconds", "examples", "stalled_fraction")
+EVENT_COLUMNS = ("moment", "epoch", "step", "seconds", "examples", "stalled_fraction")
 
 
 class RowWriter(Callback, abc.ABC):
@@ -117,7 +117,7 @@ def row_of(event: Event, columns: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Two columns have the same name.
     """
-    facts = {name: getattr(event, name) for name in FACTS} | {"moment": str(event.moment)}
+    facts = {name: getattr(event, name) for name in EVENT_COLUMNS} | {"moment": str(event.moment)}
     return _disjoint_union(facts, columns)
 
 

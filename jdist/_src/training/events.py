@@ -13,6 +13,7 @@ from jdist._src.core.paths import absolute
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.history import History
+from jdist._src.training.history_columns import VALIDATION_PREFIX
 
 
 class Moment(enum.StrEnum):
@@ -121,7 +122,8 @@ class Event:
     @property
     def logs(self) -> dict[str, float]:
         """The entries of `metrics` and of `validation`, the latter with the prefix `val_`."""
-        return {**self.metrics, **{f"val_{name}": value for name, value in self.validation.items()}}
+        validation = {f"{VALIDATION_PREFIX}{name}": value for name, value in self.validation.items()}
+        return {**self.metrics, **validation}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 
 from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.rendering import html_of, printable, text_of
-from jdist._src.training.report.charts import FACTS as FACTS
 from jdist._src.training.report.charts import chart_panels, draw_figure
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
 from jdist._src.training.events import Callback, CallbackResult, Event, FunctionCallback, Moment
 from jdist._src.training.fit import Fit, is_donated
+from jdist._src.training.history_columns import VALIDATION_PREFIX
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import (
     StartPoint,
@@ -204,7 +205,7 @@ class Loop:
                 **{name: count for name, count in self._recorder.row_counts._asdict().items() if count},
                 **({} if rate is None else {"learning_rate": rate}),
                 **self._row_metrics,
-                **{f"val_{name}": value for name, value in validation.items()},
+                **{f"{VALIDATION_PREFIX}{name}": value for name, value in validation.items()},
             }
         )
         self._carry = dataclasses.replace(self._carry, metrics=self._empty_metrics())

@@ -18,10 +18,11 @@ from jdist._src.training.foreign_metrics import (
     metrics_of_collection,
     takes_targets_first,
 )
-from jdist._src.training.history import FACTS
+from jdist._src.training.history_columns import NON_METRIC_COLUMNS, VALIDATION_PREFIX
 from jdist._src.training.loss_adapters import adapt_loss
 
-_RESERVED_NAMES = ("loss", "examples", *FACTS)  # the other entries of a history row or an `evaluate` result
+# The other entries of a row of the history, or of a result of `evaluate`.
+_RESERVED_NAMES = ("loss", "examples", *NON_METRIC_COLUMNS)
 # For messages: the classes of `jdist.metrics` for names that Keras accepts.
 _METRIC_CLASSES = {
     "accuracy": "Accuracy",
@@ -66,11 +67,14 @@ def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, Trainer
             f"`metrics` must be a dict from names to metrics, got {one_line(metrics)}. Write `metrics={_example(metrics)}`."
         )
     reserved = [
-        name for name in metrics if not isinstance(name, str) or name in _RESERVED_NAMES or name.startswith("val_")
+        name
+        for name in metrics
+        if not isinstance(name, str) or name in _RESERVED_NAMES or name.startswith(VALIDATION_PREFIX)
     ]
     if reserved:
         raise ValueError(
-            f"A metric has the name {reserved[0]!r}. Reserved are {', '.join(_RESERVED_NAMES)} and names that start with val_."
+            f"A metric has the name {reserved[0]!r}. Reserved are {', '.join(_RESERVED_NAMES)} and names that start with "
+            f"{VALIDATION_PREFIX}."
         )
     return {name: _adapt_metric(name, metric, is_of_outputs) for name, metric in metrics.items()}
 

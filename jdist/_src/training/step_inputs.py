@@ -13,6 +13,7 @@ from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, examples_and_stalled_fraction
 from jdist._src.replica.losses import check_weights
 from jdist._src.strategies.base import Strategy
+from jdist._src.training.history_columns import VALIDATION_PREFIX
 
 
 class DrawnBatch(NamedTuple):
@@ -235,7 +236,7 @@ def validation_metric_names(prefixes: Iterable[str], metrics: Iterable[str]) -> 
         ['val_easy_loss', 'val_easy_accuracy', 'val_hard_loss', 'val_hard_accuracy']
     """
     metrics = ["loss", *metrics]
-    names = [f"val_{prefix}{name}" for prefix in prefixes for name in metrics]
+    names = [f"{VALIDATION_PREFIX}{prefix}{name}" for prefix in prefixes for name in metrics]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"Two metrics of `validation_data` would be named {repeated[0]!r}. Rename a set.")

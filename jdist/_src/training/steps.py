@@ -21,6 +21,7 @@ from jdist._src.replica.random import replica_key
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.arguments import require_arguments
 from jdist._src.training.gradient_step import check_optimizer, gradient_step
+from jdist._src.training.history_columns import NORMS
 from jdist._src.training.metric_adapters import (
     PackedMetrics,
     TrainerMetric,
@@ -33,7 +34,6 @@ from jdist._src.training.metric_adapters import (
 from jdist._src.training.model_functions import example_mask
 from jdist._src.training.model_state import mean_model_state
 from jdist._src.training.objectives import Objective, explained_data_errors, split_element
-from jdist._src.training.report.charts import NORMS
 from jdist._src.training.state import (
     ModelVariables,
     TrainState,

@@ -18,6 +18,7 @@ from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.migration_hints import explains_attributes
+from jdist._src.core.rendering import facts_html
 from jdist._src.core.sharding_annotations import restrict_annotations
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, add_note_once, one_line
@@ -37,7 +38,7 @@ from jdist._src.training.arguments import (
     collective_callbacks,
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
-from jdist._src.training.fit import Fit, html_table, name_of
+from jdist._src.training.fit import Fit, name_of
 from jdist._src.training.loop import Loop, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
 from jdist._src.training.metric_adapters import adapt_metrics
@@ -238,7 +239,7 @@ class Trainer:
         return f"Trainer({', '.join(f'{name}={fact}' for name, fact in self._facts().items())})"
 
     def _repr_html_(self) -> str:
-        return html_table("Trainer", self._facts())
+        return facts_html("Trainer", self._facts())
 
     def _facts(self) -> dict[str, str]:
         has_update = self._functions.optimizer is not None or self._functions.custom_step is not None

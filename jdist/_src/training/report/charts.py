@@ -16,26 +16,12 @@ import numpy as np
 from jdist._src.core.html_page import COLORS
 from jdist._src.core.optional_import import optional_import
 from jdist._src.core.rendering import printable
+from jdist._src.training.history_columns import NON_METRIC_COLUMNS, NORMS, VALIDATION_PREFIX
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Columns of a history that are not metrics.
-FACTS = (
-    "epoch",
-    "step",
-    "seconds",
-    "examples_per_second",
-    "tokens_per_second",
-    "mfu",
-    "stalled_fraction",
-    "skipped_steps",
-    "dropped_examples",
-    "learning_rate",
-)
-NORMS = ("gradient_norm", "update_norm", "parameter_norm")  # columns of `fit(norms=True)`
-VALIDATION_PREFIX = "val_"
 _INK = {name: light for name, (light, _) in COLORS.items()}
 _METRICS_PER_PANEL = 5  # the number of metric colors
 _MAX_POINTS = 200  # of the loss of the steps; a longer run is drawn as a range
@@ -156,7 +142,7 @@ def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
         {'loss': {'loss': 'training', 'val_loss': 'validation'},
          'recall': {'recall': 'training', 'val_easy_recall': 'easy'}}
     """
-    names = [name for name in dict.fromkeys(columns) if name not in FACTS]
+    names = [name for name in dict.fromkeys(columns) if name not in NON_METRIC_COLUMNS]
     training = [name for name in names if not name.startswith(VALIDATION_PREFIX)]
     columns_of: dict[str, dict[str, str]] = {name: {name: "training"} for name in training}
     for column in names:
