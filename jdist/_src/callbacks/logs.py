@@ -38,7 +38,7 @@ class _Log(RowWriter):
 
     @abc.abstractmethod
     def _rows(self, text: str) -> list[Row]:
-        """Returns the complete rows of a file. Raises ValueError if it is not such a log."""
+        """Returns the complete rows of a file. Raises ValueError if the file is not such a log."""
 
     @abc.abstractmethod
     def _text(self, rows: Iterable[Row]) -> str:
@@ -84,7 +84,9 @@ class CSVLog(_Log):
         also: Additional columns: functions from an event to names and numbers, such as `jdist.callbacks.learning_rate()`.
 
     Raises:
-        ValueError: Raised before the first step: the file is not writable, or exists and is not such a log.
+        TypeError: `path` is not a path, `every` is not an integer, or `also` is not a list of functions.
+        ValueError: `every` is less than 1. Raised before the first step: the file is not writable, or exists and is not such a
+            log.
 
     Example:
         >>> log = jdist.callbacks.CSVLog("run/log.csv", every=100)
@@ -127,7 +129,9 @@ class JSONLog(_Log):
         also: Additional columns: functions from an event to names and numbers.
 
     Raises:
-        ValueError: Raised before the first step: the file is not writable, or exists and is not such a log.
+        TypeError: `path` is not a path, `every` is not an integer, or `also` is not a list of functions.
+        ValueError: `every` is less than 1. Raised before the first step: the file is not writable, or exists and is not such a
+            log.
 
     Example:
         >>> log = jdist.callbacks.JSONLog(

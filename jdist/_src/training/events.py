@@ -136,6 +136,12 @@ class CallbackResult:
 
     Raises:
         TypeError: `stop_reason` is not a string.
+
+    Example:
+        >>> def stop_below(event):
+        ...     if event.moment == "epoch" and event.metrics["loss"] < 0.1:
+        ...         return jdist.callbacks.CallbackResult("The loss is below 0.1.")
+        >>> callbacks = [stop_below]
     """
 
     stop_reason: str | None = None
