@@ -189,10 +189,9 @@ def _start_function(source: Any) -> Callable[[], Iterator[Any]]:
         if source.is_one_shot:
             raise ValueError(f"The data set can be read only once, and every worker reads it. {_SOURCES}")
         return lambda: iter(source.reshuffled(get_current_worker_index()))
-    if once := read_again(source):
-        raise ValueError(
-            f"The source is a {once[0]}, which can be read only once, and every worker reads it. {once[1]}"
-        )
+    if kind_and_advice := read_again(source):
+        kind, advice = kind_and_advice
+        raise ValueError(f"The source is a {kind}, which can be read only once, and every worker reads it. {advice}")
     if isinstance(source, (str, bytes, tuple, Mapping, np.ndarray, jax.Array)):
         raise ValueError(
             f"`create_per_worker_dataset` cannot divide {describe_type(source)} into batches. Pass "
