@@ -11,7 +11,7 @@ from jdist._src.checkpoint.preemption import exit_preempted
 from jdist._src.faults.preemption_notice import PreemptionNotice
 from jdist._src.training.events import Callback, Event, Moment
 
-_STEP_INTERVAL = 0.1  # seconds, in a single process
+_STEP_INTERVAL_SECONDS = 0.1  # in a single process
 
 
 @final
@@ -84,6 +84,6 @@ class Preemption(Callback):
         self._is_due = False
         self._notice.start()
         # Processes check equally often only if they receive the same STEP events.
-        self.step_interval_seconds = 0.0 if jax.process_count() > 1 else _STEP_INTERVAL
+        self.step_interval_seconds = 0.0 if jax.process_count() > 1 else _STEP_INTERVAL_SECONDS
         if self._notice.is_agreed():  # no step was taken since the newest checkpoint
             exit_preempted(self._checkpointer)

@@ -18,7 +18,7 @@ from jdist._src.parameter_server.worker_index import Worker, in_scheduled_functi
 CAPACITY = 256 * 1024  # functions that wait for a worker, as in TensorFlow
 MAX_ATTEMPTS = 10  # workers that a function, or a call of a step, may lose
 _POLL_SECONDS = 0.5  # interval in which an idle worker notices the end of its coordinator
-_log = logging.getLogger("jdist")
+_LOG = logging.getLogger("jdist")
 
 
 class CancelledError(RuntimeError):
@@ -179,7 +179,7 @@ class ClosureQueue:
                 if self._is_released and self._failed is not None:
                     error = self._failed.exception()
                     text = f"{type(error).__name__}: {error}"
-                    _log.warning("A scheduled function failed, and `join` was not called after it: %s", text)
+                    _LOG.warning("A scheduled function failed, and `join` was not called after it: %s", text)
             return None
 
     def finish(self, closure: Closure, value: Any) -> None:

@@ -42,6 +42,11 @@ class WorkerProgress(NamedTuple):
         skipped: The number of its updates that were not finite and were not applied (`non_finite="skip"`).
         restarts: The number of its calls that started again, because the worker or a server that it read was lost.
         pid: The id of its process on its node; 0 if the worker is in this process, or has not started yet.
+
+    Example:
+        >>> progress = jdist.ParameterServerStrategy(workers=2).worker_progress()
+        >>> [worker.updates for worker in progress]
+        [0, 0]
     """
 
     updates: int = 0

@@ -98,6 +98,13 @@ class PerWorkerIterator:
     """The iterators of a per-worker data set. A scheduled function receives the iterator of the worker that runs it.
 
     `iter` of the result of `ClusterCoordinator.create_per_worker_dataset` returns it.
+
+    Example:
+        >>> strategy = jdist.ParameterServerStrategy(workers=2)
+        >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
+        >>> batches = iter(coordinator.create_per_worker_dataset([np.arange(3)]))
+        >>> coordinator.schedule(next, (batches,)).fetch().tolist()
+        [0, 1, 2]
     """
 
     def __init__(self, cells: WorkerCells):
@@ -122,6 +129,12 @@ class PerWorkerDataset:
     Args:
         create: Returns the cells of a function that creates the value of a worker; the second argument is its name.
         source: The source, see `ClusterCoordinator.create_per_worker_dataset`.
+
+    Example:
+        >>> strategy = jdist.ParameterServerStrategy(workers=2)
+        >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
+        >>> iter(coordinator.create_per_worker_dataset([np.arange(3)]))
+        PerWorkerIterator(2 workers)
     """
 
     def __init__(self, create: Callable[[Callable[[], Any], str], WorkerCells], source: Any):

@@ -41,6 +41,14 @@ class EvalStep(Generic[MetricsT, ValuesT]):
 
     Args:
         fn: The function of the user, for one replica.
+
+    Example:
+        >>> evaluate = jdist.eval_step(lambda w, x: {"error": abs(x - w)})
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     metrics = evaluate(0.5, strategy.split(np.float32([1, 2])))
+        >>> float(metrics["error"].compute())
+        1.0
     """
 
     __name__: str

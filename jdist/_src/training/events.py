@@ -81,6 +81,12 @@ class Event:
         ends_epoch: Whether the last step was the last of its epoch. After such a STEP event follows an EPOCH event.
         metric_names: The names in `logs` after a validation, if known in advance.
         validates: Whether a validation follows this STEP event, and after it a VALIDATION or an EPOCH event.
+
+    Example:
+        >>> def print_loss(event):
+        ...     if event.moment == "epoch":
+        ...         print(event.step, event.metrics["loss"])
+        >>> callbacks = [print_loss]
     """
 
     moment: Moment

@@ -49,6 +49,18 @@ class Fit:
         proof: The result of the replication proof of the step; None if no step was taken.
         step_flops: The floating point operations of the matrix products and convolutions of a step, over all replicas, in the
             forward and the backward pass: the mean of the steps of this `fit`. None if they are unknown, or 0.
+
+    Example:
+        >>> trainer = jdist.Trainer(
+        ...     (lambda key, x: jnp.zeros(3), lambda w, x: x @ w),
+        ...     optax.sgd(0.1),
+        ...     optax.squared_error,
+        ...     strategy=jdist.OneDeviceStrategy("cpu:0"),
+        ... )
+        >>> x, y = np.ones((10, 3), np.float32), np.ones(10, np.float32)
+        >>> fit = trainer.fit((x, y), batch_size=5, progress="off")
+        >>> fit.steps, fit.stop_reason, fit.state.params.shape
+        (2, 'All requested steps were taken.', (3,))
     """
 
     state: TrainState

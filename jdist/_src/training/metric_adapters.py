@@ -101,17 +101,17 @@ def batch_metrics(
     updated: dict[str, Metric] = {
         "loss": Mean().update(losses, weights=weights if loss_weights is None else loss_weights)
     }
-    for name, adapter in metrics.items():
+    for name, metric in metrics.items():
         # With weights, also those that XLA removes, a metric of another number of values is an error.
-        ones = np.ones(len(losses), np.float32) if isinstance(adapter.empty, AdaptedMetric) else jnp.ones(len(losses))
+        ones = np.ones(len(losses), np.float32) if isinstance(metric.empty, AdaptedMetric) else jnp.ones(len(losses))
         try:
-            arguments = adapter.arguments(outputs, targets)
+            arguments = metric.arguments(outputs, targets)
             has_loss_weights = loss_weights is not None and all(
                 jnp.shape(x)[: loss_weights.ndim] == loss_weights.shape for x in jax.tree.leaves(arguments)
             )
             metric_weights = loss_weights if has_loss_weights else ones if weights is None else weights
             args, kwargs = ((), arguments) if isinstance(arguments, Mapping) else (arguments, {})
-            updated[name] = adapter.empty.update(*args, weights=metric_weights, **kwargs)  # type: ignore[attr-defined]
+            updated[name] = metric.empty.update(*args, weights=metric_weights, **kwargs)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as error:
             error.add_note(
                 f"In the metric {name!r}, of outputs {describe_tree(outputs)} and targets {describe_tree(targets)}."
@@ -119,8 +119,8 @@ def batch_metrics(
             raise
     empty = empty_metrics(metrics)
     sums = jax.tree.map(lambda a, b: jnp.asarray(b).astype(jnp.result_type(a, b)), empty, updated)
-    for name, metric in sums.items():
-        before, after = describe_tree(empty[name], 1000), describe_tree(metric, 1000)
+    for name, value in sums.items():
+        before, after = describe_tree(empty[name], 1000), describe_tree(value, 1000)
         if before != after:
             raise ValueError(
                 f"The metric {name!r} is {before} without examples, and {after} with a batch. The shapes and the dtypes of its "
@@ -131,7 +131,7 @@ def batch_metrics(
 
 def empty_metrics(metrics: Mapping[str, TrainerMetric]) -> dict[str, Metric]:
     """Returns the loss and the metrics of no examples."""
-    empty = {"loss": Mean(), **{name: adapter.empty for name, adapter in metrics.items()}}
+    empty = {"loss": Mean(), **{name: metric.empty for name, metric in metrics.items()}}
     return jax.tree.map(jnp.asarray, empty)
 
 

@@ -447,6 +447,15 @@ class Trainer:
         Raises:
             ValueError: The data are empty, or the loss or a metric is not one value per example.
             TypeError: The loss is missing, or `state` is not a state.
+
+        Example:
+            >>> model = (lambda key, x: jnp.ones(3), lambda w, x: x @ w)
+            >>> trainer = jdist.Trainer(
+            ...     model, loss=optax.squared_error, strategy=jdist.OneDeviceStrategy("cpu:0")
+            ... )
+            >>> x, y = np.ones((5, 3), np.float32), np.float32([1, 2, 3, 3, 3])
+            >>> trainer.evaluate(trainer.init(x), (x, y), batch_size=2)
+            {'loss': 1.0, 'examples': 5}
         """
         self._check_same_arguments("Trainer.evaluate", batch_size=batch_size)
         self._functions.check_evaluate("evaluate")
@@ -469,6 +478,13 @@ class Trainer:
         Raises:
             ValueError: The data are empty, or an output is not one value per example.
             TypeError: `state` is not a state.
+
+        Example:
+            >>> model = (lambda key, x: jnp.ones(3), lambda w, x: x @ w)
+            >>> trainer = jdist.Trainer(model, strategy=jdist.OneDeviceStrategy("cpu:0"))
+            >>> x = np.ones((5, 3), np.float32)
+            >>> trainer.predict(trainer.init(x), x, batch_size=2).tolist()
+            [3.0, 3.0, 3.0, 3.0, 3.0]
         """
         self._check_same_arguments("Trainer.predict", batch_size=batch_size)
         dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
