@@ -45,7 +45,7 @@ class WorkerPart(NamedTuple):
 
     Attributes:
         data: The exported program.
-        order: For each operand but the last, its number in the arrays of the inputs and then of the messages of the servers.
+        order: For each operand except for the last, its number in the arrays of the inputs and of the messages of the servers.
         num_outputs: The number of outputs, which are the first results. The next result is whether all values are finite.
         num_sent: For each node with servers, the number of values for them, which are the other results.
     """

@@ -155,7 +155,7 @@ def _worker_arguments(
 
 
 def _operand_order(parts: StepParts, num_inputs: int) -> list[int]:
-    """Returns the number of each operand of a worker but the last in its messages."""
+    """Returns the number in the messages of a worker of each of its operands except for the last."""
     received: list[Any] = list(range(num_inputs))
     for server in range(len(parts.servers)):
         received += _places_on(server, parts, parts.read_leaves) + _places_on(server, parts, parts.tables)

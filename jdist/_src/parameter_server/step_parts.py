@@ -225,6 +225,7 @@ def compile_parts(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], nu
 
 
 def _updates_on(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[UpdateOnServer]:
+    """Returns the updates of groups that a server runs: of each group of which it stores an array that a step changes."""
     groups = [*step.partition.groups, *([step.partition.scalars] if step.partition.scalars.leaves else [])]
     return [
         UpdateOnServer(group, index, shard)
@@ -276,6 +277,8 @@ def _pull(
     numbers: Sequence[int],
     look_up: Callable[[Sequence[Any]], list[LookedUpRows]],
 ) -> Callable[[Sequence[Sequence[Any]], Sequence[Any]], list[PulledRows]]:
+    """Returns the function `StepParts.pull`, which is not compiled yet."""
+
     def pull(tables: Sequence[Sequence[Any]], inputs: Sequence[Any]) -> list[PulledRows]:
         pulled: list[PulledRows] = []
         for table, arrays, looked_up in zip(step.tables, tables, look_up([inputs[i] for i in numbers]), strict=True):
@@ -309,6 +312,7 @@ def _worker(
     shards: Sequence[tuple[Shard, ...]],
     sent_values: Sequence[Sequence[tuple[Any, Shard | None]]],
 ) -> Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]:
+    """Returns the function `StepParts.worker`, which is not compiled yet."""
     part = step.partition.worker
     outputs = step.program.outvars[len(step.state) :]
 
@@ -319,7 +323,7 @@ def _worker(
         inputs: list[jax.Array],
         num_in_progress: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
-        del reused
+        del reused  # its memory is donated
         env = {**step.constants, **dict(zip(step.inputs, inputs, strict=True))}
         for number, values in zip(read_leaves, arrays, strict=True):
             env[step.state[number]] = joined(values, shards[number])

@@ -37,7 +37,7 @@ def serve(settings: dict[str, Any]) -> None:
     if settings["follow_parent"]:
         end_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # prints the stack of the main thread, after a timeout
-    sys.argv = [""]
+    sys.argv = [""]  # functions that parse arguments must not read the settings
     calls: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests, calls), daemon=True).start()
     folder, index = pathlib.Path(settings["folder"]), settings["index"]

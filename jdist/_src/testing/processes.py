@@ -307,7 +307,7 @@ class Processes:
     def _raise_timeout(self, subject: str, waiting: Sequence[_Process], timeout: float) -> None:
         for process in waiting:  # prints the stack of its main thread
             os.kill(process.popen.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        time.sleep(0.5)  # until the stacks are in the output
         indices = [process.index for process in waiting]
         reason = (
             f"{subject} did not return within {timeout:g} seconds on {processes_text(sorted(indices))} of {len(self)}."

@@ -386,6 +386,7 @@ def _of_keras(metric: Any, constants: Mapping[str, Any]) -> ForeignMetric:
     compute = lambda leaves: metric.stateless_result(list(leaves))
     empty = tuple(jnp.asarray(x.value if hasattr(x, "value") else x) for x in metric.stateless_reset_state())
     names = tuple(variable.path for variable in variables)
+    # The functions hold the metric, so no other object has its id as long as they exist.
     key = "keras", id(metric), _hashable(constants)
     return ForeignMetric(
         name, key, names, empty, update, compute, _parameters(metric.update_state) or ("y_true", "y_pred")

@@ -131,7 +131,7 @@ class Trainer:
             and `model`, such as `optax.contrib.schedule_free_eval_params`.
         seed: The seed of the parameters, of the order of the data, and of random numbers during training.
         non_finite: The treatment of a step whose loss or gradient is infinite or NaN. `"stop"`: training ends with the state
-            before it. `"skip"`: the step changes nothing but the step counter, and training continues. `"keep"`: no treatment.
+            before it. `"skip"`: the step changes only the step counter, and training continues. `"keep"`: no treatment.
             The learning rate counts like a gradient. The updates decide instead of the gradients if the optimizer reduces
             gradients (`jdist.sync`), tests numbers itself (`optax.apply_if_finite`, `optax.zero_nans`), or evaluates the loss
             (`optax.lbfgs`); with `step`, only the loss decides. An update that is not finite for another reason, such as an
