@@ -27,7 +27,7 @@ from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, Traced, TraceFn, UserCall
 from jdist._src.jaxpr.counterexamples import Read, confirmed
 from jdist._src.jaxpr.equivalence import relate
-from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, Kind, Verdict, verdict_of
+from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, LOCAL_NORMALIZATION, Kind, Verdict, verdict_of
 from jdist._src.jaxpr.relations import REPLICATED, AnyRelation, Lost, Relation, Split
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.values.aggregation import VariableAggregation
@@ -43,12 +43,15 @@ _MAX_WAITING = 32  # programs that were traced and may still be compiled
 class EquivalenceCheck(Stage):
     """Compares each trace of a step with the step on one device.
 
+    Mutable: it warns once, although a step is traced for several shapes, as of a padded batch.
+
     Args:
         spec: The program.
     """
 
     def __init__(self, spec: ProgramSpec):
         self._spec = spec
+        self._has_warned = False
 
     def wrap_trace(self, trace: TraceFn) -> TraceFn:
         """See `Stage`. With `equivalence="error"` it compares during the trace, before the program is compiled."""
@@ -58,7 +61,7 @@ class EquivalenceCheck(Stage):
             call = spec.user_call(args)
             if not compares(call, spec):
                 return traced
-            comparison = Comparison(traced, call, spec)
+            comparison = Comparison(traced, call, spec, self._report)
             # A constant that is a tracer is known only during the trace of the user's `jax.jit`.
             if spec.equivalence == "error" or any(isinstance(const, core.Tracer) for const in traced.jaxpr.consts):
                 comparison()
@@ -67,6 +70,30 @@ class EquivalenceCheck(Stage):
             return traced._replace(proof=dataclasses.replace(traced.proof, _comparison=comparison))
 
         return trace_to_compare
+
+    def _report(self, verdicts: Sequence[tuple[str, Verdict]], fn: Callable[..., Any]) -> None:
+        """Warns of the leaves of the state that are not equivalent, or raises an error, as `equivalence=` requires.
+
+        Args:
+            verdicts: The name of each leaf of the state, and the verdict on it.
+            fn: The function of the step.
+
+        Raises:
+            NotEquivalentError: `equivalence="error"`, and a leaf is not equivalent.
+
+        Warns:
+            NotEquivalentWarning: `equivalence="warn"`, and a leaf is not equivalent, other than by design.
+        """
+        wrong = [(name, verdict) for name, verdict in verdicts if verdict.name == "not equivalent"]
+        if self._spec.equivalence == "error" and wrong:
+            raise NotEquivalentError(_message(wrong, len(verdicts), self._spec, fn))
+        wrong = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
+        if wrong and not self._has_warned:
+            self._has_warned = True
+            place = min(wrong, key=lambda pair: pair[1].depth)[1].place
+            if place is None or not source_lines.is_user_frame(place):
+                place = source_lines.caller_frame() or place or source_lines.Frame("<unknown>", 0, self._spec.name)
+            warn_once(_message(wrong, len(verdicts), self._spec, fn), NotEquivalentWarning, place)
 
 
 class Comparison:
@@ -78,9 +105,16 @@ class Comparison:
         traced: The trace.
         call: The call of the user's function.
         spec: The program.
+        report: Is called with the name of each leaf of the state and the verdict on it, and the user's function.
     """
 
-    def __init__(self, traced: Traced, call: UserCall, spec: ProgramSpec):
+    def __init__(
+        self,
+        traced: Traced,
+        call: UserCall,
+        spec: ProgramSpec,
+        report: Callable[[Sequence[tuple[str, Verdict]], Callable[..., Any]], None],
+    ):
         # No value of the trace is held: `jax.checking_leaks` would report it.
         results, local, retrace = traced.results, traced.jaxpr, traced.retrace
         rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
@@ -94,7 +128,7 @@ class Comparison:
                 single = trace_single_replica(call, spec, retrace)
                 items = jax.tree.leaves((call.args, call.kwargs), is_leaf=is_distributed)
                 self._verdicts = _verdicts(local, single, items, kinds, spec)
-            _report(list(self._verdicts.items())[:num_state], spec)
+            report(list(self._verdicts.items())[:num_state], call.fn)
 
         self._compare: Callable[[], None] | None = compare
         self._verdicts: dict[str, Verdict] = {}
@@ -307,40 +341,23 @@ def kind_of(item: Any, wrapper: Any) -> Kind:
     return "per replica"
 
 
-def _report(verdicts: Sequence[tuple[str, Verdict]], spec: ProgramSpec) -> None:
-    """Warns of the leaves of the state that are not equivalent, or raises an error, as `equivalence=` requires.
-
-    Args:
-        verdicts: The name of each leaf of the state, and the verdict on it.
-        spec: The program.
-
-    Raises:
-        NotEquivalentError: `equivalence="error"`, and a leaf is not equivalent.
-
-    Warns:
-        NotEquivalentWarning: `equivalence="warn"`, and a leaf is not equivalent, other than by design.
-    """
-    wrong = [(name, verdict) for name, verdict in verdicts if verdict.name == "not equivalent"]
-    if spec.equivalence == "error" and wrong:
-        raise NotEquivalentError(_message(wrong, len(verdicts), spec))
-    wrong = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
-    if wrong:
-        place = min(wrong, key=lambda pair: pair[1].depth)[1].place
-        place = place or source_lines.caller_frame() or source_lines.Frame("<unknown>", 0, spec.name)
-        warn_once(_message(wrong, len(verdicts), spec), NotEquivalentWarning, place)
-
-
-def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> str:
+def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec, fn: Callable[..., Any]) -> str:
     (name, verdict), *others = sorted(wrong, key=lambda pair: pair[1].depth)  # the nearest one to the cause
     more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
     also = f" (nor {'is' if len(others) == 1 else 'are'} {len(others)} more of {num_state}: {more})" if others else ""
-    number = spec.context.num_replicas_in_sync
+    number, reason = spec.context.num_replicas_in_sync, verdict.reason
     chain = "\n    -> ".join(verdict.lines)
     because = f"\n  Because of\n    {chain}" if chain else ""
+    is_of_jdist = (getattr(fn, "__module__", None) or "").startswith("jdist.")  # of a `Trainer` or `jdist.train_step`
+    if reason == LOCAL_NORMALIZATION:  # one layer is the cause, whatever depends on it
+        where = f", at {verdict.place}" if verdict.place and source_lines.is_user_frame(verdict.place) else ""
+        averaged = ". The running statistics are averaged over the replicas" * (is_of_jdist and ".model_state" in name)
+        reason, also, because = f"{reason}{where}{averaged}", "", ""
     fix = f"\n  {verdict.fix}" if verdict.fix else ""
+    ignore = 'strategy.step(fn, equivalence="ignore")'
+    if is_of_jdist:
+        ignore = 'warnings.simplefilter("ignore", jdist.NotEquivalentWarning)'
     return (
         f"{name} of `{spec.name}` on {number} replicas is not what one device computes from the global batch{also}: "
-        f"{verdict.reason}.{because}{fix}\n"
-        '  If this is intended: `strategy.step(fn, equivalence="ignore")`; of a `Trainer`, '
-        '`warnings.simplefilter("ignore", jdist.NotEquivalentWarning)`.'
+        f"{reason}.{because}{fix}\n  If this is intended: `{ignore}`."
     )

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jdist._src.core import jax_compat
-from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict
+from jdist._src.jaxpr.equivalence_verdict import LOCAL_NORMALIZATION, Kind, Verdict
 from jdist._src.jaxpr.interpreter import Evaluator, all_equations
 from jdist._src.jaxpr.numpy_evaluation import TooLargeError, evaluate
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split
@@ -73,7 +73,7 @@ def _with_evidence(verdict: Verdict, differs: bool | None) -> Verdict:
         reason = f"{verdict.reason}, but random inputs show no difference"
         return dataclasses.replace(verdict, name="unknown", reason=reason)
     if verdict.name == "unknown" and differs and verdict.may_be_refuted:
-        reason = f"random inputs show a difference, and {verdict.reason}"
+        reason = LOCAL_NORMALIZATION if verdict.fix else f"random inputs show a difference, and {verdict.reason}"
         return dataclasses.replace(verdict, name="not equivalent", reason=reason)
     return verdict
 

@@ -171,11 +171,13 @@ def _times(times: float) -> str:
 
 
 def _of_lost(lost: Lost, axes: tuple[str, ...]) -> Verdict:
+    norm_fix = batch_norm_fix(source_lines.calling_equation(*lost.begin), axes) if lost.begin else ""
     if lost.is_unknown:
         may_be_refuted = lost.reason not in ("input", "order", "exchange", "doubt")
         return Verdict(
             "unknown",
             UNKNOWN_REASONS[lost.reason],
+            fix=norm_fix,
             may_be_refuted=may_be_refuted,
             _cause=lost.cause,
             _begin=lost.begin,
@@ -183,17 +185,21 @@ def _of_lost(lost: Lost, axes: tuple[str, ...]) -> Verdict:
     reason, fix = _REASONS[lost.reason]
     if lost.factor is not None:
         reason, fix = reason.format(times=_times(lost.factor)), _fix_of_factor(lost.factor)
-    elif lost.begin:
-        fix = batch_norm_fix(lost.begin.equation, axes) or fix
+    elif norm_fix:
+        reason, fix = LOCAL_NORMALIZATION, norm_fix
     is_design = lost.reason == "design"
     return Verdict("not equivalent", reason, None, fix, is_design, _cause=lost.cause, _begin=lost.begin)
 
 
 def _lines(cause: Cause | None) -> tuple[str, ...]:
-    """Returns the chain of causes, with one line per place in the user's code."""
+    """Returns the chain of causes, with one line per place in the user's code or in a library other than jdist."""
     if cause is None:
         return ()
-    places = [(place, site) for site in cause.chain() if site.name != "name" and (place := site.line)]
+    places = [
+        (place, site)
+        for site in cause.chain()
+        if site.name != "name" and (place := site.line) and not source_lines.is_in_jdist(place)
+    ]
     lines = []
     for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
         names = list(dict.fromkeys(_name(site) for _, site in group))
@@ -210,6 +216,7 @@ def _name(site: Site) -> str:
     return collective_name(site.equation) if site.name in REPLICATING_COLLECTIVES else site.name
 
 
+LOCAL_NORMALIZATION = "batch normalization uses the statistics of each replica's part of the batch"
 _MEAN_FIRST = 'Reduce the sums over the replicas first, `jdist.all_reduce("mean", x)`, and compute with the result.'
 _REASONS = {
     "partial": ("a function that is not linear is applied to the sum over the examples of one replica", _MEAN_FIRST),

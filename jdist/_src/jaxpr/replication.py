@@ -167,18 +167,18 @@ def fix_for(cause: Cause, axes: Sequence[str]) -> str:
     if any(source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
         return _ACCUMULATED_FIX
     if sites and (fix := batch_norm_fix(sites[-1], axes)):
-        return fix
+        return f"These are statistics of each replica's part of the batch. {fix}"
     kind = "input" if isinstance(start, Input) else start.primitive.name
     return _FIXES.get(kind, _FIXES["input"])
 
 
 def batch_norm_fix(equation: Equation, axes: Sequence[str]) -> str:
     """Returns advice if a batch normalization of a library traced `equation`, else an empty string."""
-    for library, (file, argument) in _BATCH_NORMS.items():
+    for library, (file, fix) in _BATCH_NORMS.items():
         names = source_lines.functions_in_file(equation, library, file)
-        if any(name.rpartition(".")[2] == "__call__" for name in names):
-            axis_names = repr(axes[0] if len(axes) == 1 else tuple(axes)).replace("'", '"')
-            return f"These are statistics of each replica's part of the batch. Write `BatchNorm(..., {argument}={axis_names})`."
+        if any(name.rpartition(".")[2] in ("__call__", "call") for name in names):
+            axis_names = ", ".join(f'"{axis}"' for axis in axes)
+            return fix.format(names=axis_names, axes=axis_names if len(axes) == 1 else f"({axis_names})")
     return ""
 
 
@@ -193,8 +193,17 @@ _FIXES = {
     "new_ref": "jdist does not analyze writes to a mutable reference (`jax.Ref`): return the value instead.",
 }
 
-# The argument that makes a batch normalization reduce its statistics, and the file that computes them, by library.
-_BATCH_NORMS = {"flax": ("normalization", "axis_name"), "haiku": ("batch_norm", "cross_replica_axis")}
+# By library: the file of its batch normalization, and the statistics of the global batch.
+_BATCH_NORMS = {
+    "flax": ("normalization", "Write `BatchNorm(..., axis_name={axes})`."),
+    "haiku": ("batch_norm", "Write `BatchNorm(..., cross_replica_axis={axes})`."),
+    "equinox": ("batch_norm", 'Write `BatchNorm(..., axis_name=("batch", {names}))`.'),
+    "keras": (
+        "batch_normalization",
+        "Keras has no `synchronized=True` on JAX. Use `jdist.ShardedStrategy()`, whose one replica normalizes the global "
+        "batch, or another layer, such as `GroupNormalization`.",
+    ),
+}
 
 # The sums of `jdist.eval_step`, which itself warns of a replicated batch.
 _METRIC_SUMS = "training/eval_step.py", "EvalStep.__init__.<locals>.batch_metrics"
