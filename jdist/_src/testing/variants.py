@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.strategies.base import Strategy
 from jdist._src.testing.strategies import start_strategy
 
@@ -13,6 +14,7 @@ from jdist._src.testing.strategies import start_strategy
 __tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)
 
 
+@explains_arguments("variants")
 def variants(
     *,
     one_device: bool = False,

@@ -72,7 +72,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Raises TypeError if `optimizer` is not an optax transformation."""
     if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         return
-    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", None)
+    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
     example = "optax.adamw(1e-3)"
     if isinstance(name, str) and callable(getattr(optax, name.lower(), None)):
         example = f"optax.{name.lower()}(1e-3)"
