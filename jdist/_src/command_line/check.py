@@ -64,7 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
             traceback.print_exc()
             return _refuse(f"{file} could not be loaded.")
         report, failed = _check_functions(pairs)
-    print(report.to_json() if arguments.json else report)
+    if arguments.json:
+        print(report.to_json())
+    elif report.functions or not failed:  # after a failure, "no function is mapped" would name another cause
+        print(report)
     return 1 if report.num_findings or failed else 0
 
 
