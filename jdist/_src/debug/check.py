@@ -1,8 +1,8 @@
 """`check`: a linter for functions that a program maps over devices without jdist, by `jax.pmap`, `jax.shard_map` or `jax.jit`.
 
 Two analyses read each function. The replication analysis proves that a result is the same on every device where the program
-relies on it. The equivalence analysis compares the function of one device with the same function of a single device that has
-everything (`jaxpr/mapped_functions.py`).
+relies on it. The equivalence analysis compares the function of one device with the same function of a single device with
+the global shapes (`jaxpr/mapped_functions.py`).
 """
 
 import warnings
@@ -191,14 +191,14 @@ def _replication_verdict(function: MappedFunction, result: Result, variation: re
 
 
 def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict]) -> list[CheckVerdict]:
-    if function.whole is None:
+    if function.single is None:
         return [CheckVerdict("unknown", (function.reason,))] * len(function.results)
     sizes = {axis: size for axis, size in function.axes.items() if size > 1}
     if not sizes:
         return [CheckVerdict("equivalent", ("there is one device",))] * len(function.results)
     # For an operand per device any relation will do: results that depend on it are unknown.
     inputs = [_relation(operand.splits, sizes) for operand in function.operands]
-    relations = relate(function.local, function.whole, inputs, sizes)
+    relations = relate(function.local, function.single, inputs, sizes)
     kinds: list[Kind] = [_kind(function, result) for result in function.results]
     found = [
         verdict_of(relation, kind, sizes, kind == "replicated", _relation(result.splits, sizes).splits)
@@ -210,7 +210,7 @@ def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict])
             Read(kind, _relation(result.splits, sizes).splits)
             for kind, result in zip(kinds, function.results, strict=True)
         ]
-        found = confirmed(found, function.local, function.whole, inputs, reads, sizes)
+        found = confirmed(found, function.local, function.single, inputs, reads, sizes)
     return [
         CheckVerdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
         if names

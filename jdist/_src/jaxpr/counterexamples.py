@@ -41,7 +41,7 @@ class Read(NamedTuple):
 def confirmed(
     verdicts: Sequence[Verdict],
     local: Any,
-    whole: Any,
+    single: Any,
     inputs: Sequence[AnyRelation],
     reads: Sequence[Read],
     axis_sizes: Mapping[str, int],
@@ -51,7 +51,7 @@ def confirmed(
     Args:
         verdicts: The verdict of the analysis on each output.
         local: The closed jaxpr of one replica of several.
-        whole: The closed jaxpr of the function as the only replica.
+        single: The closed jaxpr of the function as the only replica.
         inputs: The relation of each input.
         reads: How each output is read.
         axis_sizes: The mesh axes of the replicas, from the outermost, and their sizes.
@@ -60,7 +60,7 @@ def confirmed(
     if not any(undecided):
         return list(verdicts)
     try:
-        evidence = _Evidence(local, whole, inputs, reads, axis_sizes)
+        evidence = _Evidence(local, single, inputs, reads, axis_sizes)
         with jax.ensure_compile_time_eval():  # a step is traced here
             differences = evidence.differences(undecided)
     except Exception:  # too large, or a primitive that numpy and JAX do not evaluate here
@@ -84,12 +84,12 @@ class _Evidence:
     def __init__(
         self,
         local: Any,
-        whole: Any,
+        single: Any,
         inputs: Sequence[AnyRelation],
         reads: Sequence[Read],
         axis_sizes: Mapping[str, int],
     ):
-        programs = [jax_compat.open_jaxpr(program) for program in (local, whole)]
+        programs = [jax_compat.open_jaxpr(program) for program in (local, single)]
         if any(jax_compat.calls_host(equation) for program in programs for equation in all_equations(program)):
             raise ValueError("a program that calls functions of the host is not evaluated")
         if any(isinstance(value, Lost) for value in inputs):
@@ -97,11 +97,11 @@ class _Evidence:
         given = [*programs[0].invars, *programs[0].constvars]
         if math.prod(axis_sizes.values()) * sum(math.prod(jax_compat.shape_of(var)) for var in given) > _MAX_OPERATIONS:
             raise TooLargeError("its inputs do not fit the limit")
-        self._whole, self._reads = programs[1], reads
+        self._single, self._reads = programs[1], reads
         self._inputs: Any = inputs
         self._sizes = dict(axis_sizes)
         self._on_replicas = _batched(local, self._sizes)
-        self._on_one = _batched(whole, dict.fromkeys(self._sizes, 1))
+        self._on_one = _batched(single, dict.fromkeys(self._sizes, 1))
 
     def differences(self, undecided: Sequence[bool]) -> list[bool | None]:
         """Returns for each output whether it differs for a random input; None for one value per replica.
@@ -114,7 +114,7 @@ class _Evidence:
             rng = np.random.default_rng(sample)
             pairs = [
                 self._values(value, var.aval, scale, is_positive or not value.splits, rng)
-                for value, var in zip(self._inputs, self._whole.invars, strict=True)
+                for value, var in zip(self._inputs, self._single.invars, strict=True)
             ]
             on_replicas = _evaluated(self._on_replicas, [own for own, _ in pairs])
             on_one = _evaluated(self._on_one, [one[(None,) * len(self._sizes)] for _, one in pairs])
@@ -144,12 +144,12 @@ class _Evidence:
         total = drawn.sum(tuple(range(len(grid)))) * value.factor
         return drawn, total.astype(drawn.dtype)
 
-    def _blocks(self, whole: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
+    def _blocks(self, value: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
         """Returns the part of each replica, `[*axes, ...]`, of a value that is split so."""
         names, grid = list(self._sizes), tuple(self._sizes.values())
         blocks = []
         for position in np.ndindex(grid):
-            block = whole
+            block = value
             for split in splits:
                 sizes = [self._sizes[axis] for axis in split.axes]
                 indices = tuple(position[names.index(axis)] for axis in split.axes)

@@ -37,16 +37,16 @@ from jdist._src.jaxpr.relation_rules.table import ELEMENTWISE, RULES
 from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split
 
 
-def relate(local: Any, whole: Any, inputs: Sequence[AnyRelation], axis_sizes: Mapping[str, int]) -> list[AnyRelation]:
+def relate(local: Any, single: Any, inputs: Sequence[AnyRelation], axis_sizes: Mapping[str, int]) -> list[AnyRelation]:
     """Returns the relation of each output of a function on the replicas to its output on one device.
 
     Args:
         local: The closed jaxpr of one replica of several.
-        whole: The closed jaxpr of the same function as the only replica, with the global batch.
+        single: The closed jaxpr of the same function as the only replica, with the global batch.
         inputs: The relation of each input.
         axis_sizes: The mesh axes of the replicas, from the outermost, and their sizes.
     """
-    return _Analysis(dict(axis_sizes), inputs).relate(local, whole, inputs)
+    return _Analysis(dict(axis_sizes), inputs).relate(local, single, inputs)
 
 
 class _Const:
@@ -63,37 +63,37 @@ class _Analysis(Interpreter[AnyRelation]):
         self.axis_sizes, self._num_replicas = axis_sizes, math.prod(axis_sizes.values())
         groups = {split.axes for value in inputs if isinstance(value, Relation) for split in value.splits}
         self.groups = sorted(groups or {tuple(axis_sizes)})
-        self._whole_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
+        self._single_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
         self._pairs: dict[int, Equation] = {}  # of the current jaxpr, by the `id` of an equation
         self._consts: dict[int, Sequence[Any]] = {}
         self.conditions: list[AnyRelation] = []
 
-    def relate(self, local: Any, whole: Any, inputs: Sequence[AnyRelation]) -> list[AnyRelation]:
+    def relate(self, local: Any, single: Any, inputs: Sequence[AnyRelation]) -> list[AnyRelation]:
         jaxpr = jax_compat.open_jaxpr(local)
-        self._enter(local, whole)
+        self._enter(local, single)
         return self.run(jaxpr, [_CONST] * len(jaxpr.constvars), inputs)
 
     def constant(self, value: Any) -> AnyRelation:
         return _CONST
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[AnyRelation], arguments: Sequence[AnyRelation]) -> list[AnyRelation]:
-        whole_program = self._whole_programs.get(id(jaxpr))
-        whole = jax_compat.open_jaxpr(whole_program) if whole_program is not None else None
-        if whole is None or len(whole.invars) != len(jaxpr.invars) or len(whole.constvars) != len(jaxpr.constvars):
+        single_program = self._single_programs.get(id(jaxpr))
+        single = jax_compat.open_jaxpr(single_program) if single_program is not None else None
+        if single is None or len(single.invars) != len(jaxpr.invars) or len(single.constvars) != len(jaxpr.constvars):
             return [self.lost("other program")] * len(jaxpr.outvars)
-        whole_consts = getattr(whole_program, "consts", ())
+        single_consts = getattr(single_program, "consts", ())
         own_consts = self._consts.get(id(jaxpr), ())
-        if len(own_consts) == len(whole_consts) == len(consts):
-            consts = [self._constant(a, b) for a, b in zip(own_consts, whole_consts, strict=True)]
+        if len(own_consts) == len(single_consts) == len(consts):
+            consts = [self._constant(a, b) for a, b in zip(own_consts, single_consts, strict=True)]
         elif consts:
             consts = [self.lost("other program")] * len(consts)
-        names = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*whole.constvars, *whole.invars], strict=True))
+        names = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*single.constvars, *single.invars], strict=True))
         outer, self._pairs = self._pairs, {}
-        for one, other in _aligned(jaxpr.eqns, whole.eqns, names):
+        for one, other in _aligned(jaxpr.eqns, single.eqns, names):
             self._pairs[id(one)] = other
         try:
             results = super().run(jaxpr, consts, arguments)
-            pairs = zip(results, jaxpr.outvars, whole.outvars, strict=True)
+            pairs = zip(results, jaxpr.outvars, single.outvars, strict=True)
             return [self._output(result, one, other, names) for result, one, other in pairs]
         finally:
             self._pairs = outer
@@ -104,31 +104,31 @@ class _Analysis(Interpreter[AnyRelation]):
         return result if result.is_lost or names.get(one) is other else self.lost("other program")
 
     def evaluate(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
-        whole = self._pairs.get(id(equation))
-        if whole is None:
+        single = self._pairs.get(id(equation))
+        if single is None:
             site = self.site(equation)
             return [Lost("other program", Cause(site), site)] * len(equation.outvars)
         operands = [
             self._literal(one, other) if isinstance(one, Literal) else value
-            for one, other, value in zip(equation.invars, whole.invars, operands, strict=True)
+            for one, other, value in zip(equation.invars, single.invars, operands, strict=True)
         ]
         primitive = equation.primitive.name
         if primitive in ELEMENTWISE and all(map(_is_clean, operands)) and self._num_replicas not in _numbers(equation):
             return [REPLICATED]  # as in most equations of an optimizer
         if primitive in RULES:
             return self.primitive(jaxpr, equation, operands)
-        for own, other in zip(jax_compat.programs(equation), jax_compat.programs(whole), strict=True):
+        for own, other in zip(jax_compat.programs(equation), jax_compat.programs(single), strict=True):
             self._enter(own, other)
         name = call_name(equation)
-        step = Step(self, equation, whole, operands)
+        step = Step(self, equation, single, operands)
         # A derivative of a call can have further operands and results: it is entered.
-        if name and call_name(whole) == name and has_usual_operands(step, *name):
+        if name and call_name(single) == name and has_usual_operands(step, *name):
             return [step.checked(result, number) for number, result in enumerate(marked_call(step, *name))]
         return super().evaluate(jaxpr, equation, operands)
 
-    def _enter(self, local: Any, whole: Any) -> None:
+    def _enter(self, local: Any, single: Any) -> None:
         key = id(jax_compat.open_jaxpr(local))
-        self._whole_programs[key] = whole
+        self._single_programs[key] = single
         self._consts[key] = getattr(local, "consts", ())
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
@@ -180,11 +180,11 @@ class _Analysis(Interpreter[AnyRelation]):
         carry: Sequence[AnyRelation],
         xs: Sequence[AnyRelation],
     ) -> list[AnyRelation]:
-        whole = self._pairs[id(equation)]
-        step = Step(self, equation, whole, [*carry, *xs])
-        parts, whole_parts = jax_compat.scan_parts(equation), jax_compat.scan_parts(whole)
-        scans_examples = parts.options["length"] != whole_parts.options["length"]
-        if parts.options["reverse"] != whole_parts.options["reverse"]:
+        single = self._pairs[id(equation)]
+        step = Step(self, equation, single, [*carry, *xs])
+        parts, single_parts = jax_compat.scan_parts(equation), jax_compat.scan_parts(single)
+        scans_examples = parts.options["length"] != single_parts.options["length"]
+        if parts.options["reverse"] != single_parts.options["reverse"]:
             return [step.lost("no rule")] * len(equation.outvars)
         slices = [without_first_dim(step, x, scans_examples) for x in xs]
         ys: list[AnyRelation] = []

@@ -1,6 +1,6 @@
 """How a value of one replica is related to the value of one device, in a function that both trace: the domain of `equivalence`.
 
-The function on N replicas, each with its part of the batch, is compared with the same function on one device with the whole
+The function on N replicas, each with its part of the batch, is compared with the same function on one device with the global
 batch. A `Relation` states how the value of the one device is computed from the values of the replicas:
 
     value of one device = factor * (values of the replicas, added over the partial axes, one after the other along split dims)

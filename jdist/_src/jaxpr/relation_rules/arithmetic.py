@@ -31,7 +31,7 @@ def power(step: Step, exponent: float, **known: Any) -> list[AnyRelation]:
 @rule("integer_pow")
 def integer_power(step: Step) -> list[AnyRelation]:
     y = step.params["y"]
-    if step.whole.params["y"] != y:
+    if step.single.params["y"] != y:
         return [step.lost("no rule")]
     if y == 1:
         return step.keeps()

@@ -160,7 +160,7 @@ def scattered(step: Step) -> list[AnyRelation]:
 
 @rule("dynamic_slice")
 def dynamic_part(step: Step) -> list[AnyRelation]:
-    """`dynamic_slice`: a split dim is taken as a whole."""
+    """`dynamic_slice`: a split dim is taken completely."""
     value, *starts = step.operands
     sizes = step.params["slice_sizes"]
     own = _own_part(step, value, starts)

@@ -63,23 +63,23 @@ def _concatenated_positions(step: Step, dim: int) -> AnyRelation:
 
 @rule("slice")
 def sliced(step: Step) -> list[AnyRelation]:
-    own, other = step.params, step.whole.params
+    own, other = step.params, step.single.params
     rank = len(step.shape(0))
     strides = own["strides"] or (1,) * rank
     if tuple(strides) != tuple(other["strides"] or (1,) * rank):
         return [step.lost("no rule")]
-    part, whole = (_Part(p["start_indices"], p["limit_indices"]) for p in (own, other))
-    return [_part(step, step.operands[0], part, whole, strides)]
+    part, single = (_Part(p["start_indices"], p["limit_indices"]) for p in (own, other))
+    return [_part(step, step.operands[0], part, single, strides)]
 
 
 @rule("split")
 def split_apart(step: Step) -> list[AnyRelation]:
     """`split` along one dim."""
     axis = step.params["axis"]
-    if step.whole.params["axis"] != axis:
+    if step.single.params["axis"] != axis:
         return step.every(step.lost("no rule"))
-    shapes = [jax_compat.shape_of(equation.invars[0]) for equation in (step.equation, step.whole)]
-    sizes = [equation.params["sizes"] for equation in (step.equation, step.whole)]
+    shapes = [jax_compat.shape_of(equation.invars[0]) for equation in (step.equation, step.single)]
+    sizes = [equation.params["sizes"] for equation in (step.equation, step.single)]
     ends = [list(itertools.accumulate(one)) for one in sizes]
     results = []
     for number in range(len(sizes[0])):
@@ -93,7 +93,7 @@ def split_apart(step: Step) -> list[AnyRelation]:
 
 
 def _part(step: Step, value: Relation, own: _Part, other: _Part, strides: Sequence[int]) -> AnyRelation:
-    """Returns the relation of a slice: whole blocks of a split dim, and the same elements of the others."""
+    """Returns the relation of a slice: complete blocks of a split dim, and the same elements of the others."""
     sizes, splits, changed = step.shape(0), [], set()
     for split in value.splits:
         dim, number = split.dim, step.analysis.group_size(split.axes)
@@ -143,7 +143,7 @@ def stacked(step: Step) -> list[AnyRelation]:
 def unstacked(step: Step) -> list[AnyRelation]:
     """`unstack`: a dim becomes one result per index."""
     value, axis = step.operands[0], step.params["axis"]
-    if len(step.whole.outvars) != len(step.equation.outvars) or value.offset:
+    if len(step.single.outvars) != len(step.equation.outvars) or value.offset:
         return step.every(step.lost("part", value))
     if value.stack and value.stack[1] == axis:
         is_copy = not (set(value.stack[0]) & value.partial or value.extreme)

@@ -36,8 +36,8 @@ def drawn(step: Step) -> list[AnyRelation]:
         return step.every(step.lost("partial"))
     results = []
     for number in range(len(step.equation.outvars)):
-        local, whole = step.result_shape(number), step.whole_result_shape(number)
-        dims = [dim for dim in range(len(local)) if len(local) == len(whole) and local[dim] != whole[dim]]
+        local, single = step.result_shape(number), step.single_result_shape(number)
+        dims = [dim for dim in range(len(local)) if len(local) == len(single) and local[dim] != single[dim]]
         if not key.is_key:
             expected = {split.dim for split in key.splits}
             if set(dims) <= expected:
@@ -49,7 +49,7 @@ def drawn(step: Step) -> list[AnyRelation]:
         if not dims:
             results.append(Relation(is_key=True, **flags(key)) if is_of_keys else step.lost("noise"))
             continue
-        axes = step.group_of(local[dims[0]], whole[dims[0]]) if len(dims) == 1 else None
+        axes = step.group_of(local[dims[0]], single[dims[0]]) if len(dims) == 1 else None
         if axes is None or key.splits:
             results.append(step.lost("no rule"))
             continue

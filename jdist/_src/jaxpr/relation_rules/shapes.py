@@ -33,19 +33,19 @@ def moved(step: Step, value: Relation, position: Callable[[int], int | None]) ->
 def broadcast(step: Step) -> list[AnyRelation]:
     value = step.operands[0]
     targets, sizes = step.params["broadcast_dimensions"], step.shape(0)
-    if step.whole.params["broadcast_dimensions"] != targets or len(step.operands) > 1:
+    if step.single.params["broadcast_dimensions"] != targets or len(step.operands) > 1:
         return [step.lost("no rule")]
-    local, whole = step.result_shape(), step.whole_result_shape()
+    local, single = step.result_shape(), step.single_result_shape()
     result = moved(step, value, lambda dim: targets[dim] if sizes[dim] == local[targets[dim]] else None)
     if isinstance(result, Lost):
         return [result]
     known = {split.dim for split in result.splits} | ({result.stack[1]} if result.stack else set())
     for dim in range(len(local)):
-        if dim in known or local[dim] == whole[dim]:
+        if dim in known or local[dim] == single[dim]:
             continue
-        axes = step.any_group_of(local[dim], whole[dim], known={a for s in result.splits for a in s.axes})
-        copies = step.group_of(whole[dim], local[dim])
-        if axes is None and copies and whole[dim] == 1 and result.is_plain:
+        axes = step.any_group_of(local[dim], single[dim], known={a for s in result.splits for a in s.axes})
+        copies = step.group_of(single[dim], local[dim])
+        if axes is None and copies and single[dim] == 1 and result.is_plain:
             result = result.replace(stack=(copies, dim))
             continue
         if axes is None:
@@ -61,10 +61,10 @@ def broadcast(step: Step) -> list[AnyRelation]:
 
 def _unknown_broadcast(step: Step, value: Relation) -> Lost:
     """A value for each pair of examples is formed in each replica alone."""
-    local, whole = step.result_shape(), step.whole_result_shape()
+    local, single = step.result_shape(), step.single_result_shape()
     number = step.num_replicas
     return step.lost(
-        "pairs" if sum(w == n * number for n, w in zip(local, whole, strict=True)) > 1 else "no rule", value
+        "pairs" if sum(w == n * number for n, w in zip(local, single, strict=True)) > 1 else "no rule", value
     )
 
 
@@ -76,14 +76,14 @@ def reshaped(step: Step) -> list[AnyRelation]:
     has_columns = any(len(numbers) > 1 for _, numbers in value.offset)
     if has_columns and step.shape(0)[-1:] != step.result_shape()[-1:]:
         return [step.lost("index")]
-    old, new, whole = step.shape(0), step.result_shape(), step.whole_result_shape()
+    old, new, single = step.shape(0), step.result_shape(), step.single_result_shape()
     splits, stack = list(value.splits), value.stack
     if stack is not None:
         stack_axes, dim = stack
         merged = [s for s in splits if s.axes == stack_axes and s.dim == dim + 1 and s.outer == 1]
         stack_dim = _dim_after(old, new, dim)
         number = step.analysis.group_size(stack_axes)
-        if stack_dim is not None and new[stack_dim] == number and whole[stack_dim : stack_dim + 1] == (1,):
+        if stack_dim is not None and new[stack_dim] == number and single[stack_dim : stack_dim + 1] == (1,):
             stack = (stack_axes, stack_dim)
         elif merged:  # the parts, one after the other, are the value of one device
             splits.remove(merged[0])
@@ -94,7 +94,7 @@ def reshaped(step: Step) -> list[AnyRelation]:
             return [step.lost("no rule")]
     result = []
     for split in splits:
-        mapped = _reshaped_split(step, split, old, new, whole)
+        mapped = _reshaped_split(step, split, old, new, single)
         if mapped is None:
             return [step.lost("no rule")]
         result.append(mapped)
@@ -103,12 +103,12 @@ def reshaped(step: Step) -> list[AnyRelation]:
 
 
 def _reshaped_split(
-    step: Step, split: Split, old: Sequence[int], new: Sequence[int], whole: Sequence[int]
+    step: Step, split: Split, old: Sequence[int], new: Sequence[int], single: Sequence[int]
 ) -> Split | None:
     """Returns a split after a reshape: the elements before the split dim, and in each part of it, are the same."""
     before = math.prod(old[: split.dim]) * split.outer
     size = step.analysis.group_size(split.axes)
-    candidates = [dim for dim in range(len(new)) if len(whole) == len(new) and whole[dim] == new[dim] * size]
+    candidates = [dim for dim in range(len(new)) if len(single) == len(new) and single[dim] == new[dim] * size]
     for dim in candidates:
         first = math.prod(new[:dim])
         if first and before % first == 0 and before // first and new[dim] % (before // first) == 0:
@@ -154,9 +154,9 @@ def reversed_dims(step: Step) -> list[AnyRelation]:
 def tiled(step: Step) -> list[AnyRelation]:
     """`tile`: a dim that is repeated is not split."""
     value, reps = step.operands[0], step.params["reps"]
-    if value.is_plain and not value.splits and not value.stack and step.whole.params["reps"] != reps:
+    if value.is_plain and not value.splits and not value.stack and step.single.params["reps"] != reps:
         return [_repeated(step, value)]
-    if step.whole.params["reps"] != reps or value.stack or value.offset:
+    if step.single.params["reps"] != reps or value.stack or value.offset:
         return [step.lost("no rule")]
     missing = len(reps) - len(step.shape(0))
     result = moved(step, value, lambda dim: dim + missing)
@@ -170,16 +170,16 @@ def tiled(step: Step) -> list[AnyRelation]:
 
 def _repeated(step: Step, value: Relation) -> AnyRelation:
     """A value that every device has is repeated once for each of its examples."""
-    local, whole = step.result_shape(), step.whole_result_shape()
-    dims = [dim for dim in range(len(local)) if local[dim] != whole[dim]]
-    axes = step.group_of(local[dims[0]], whole[dims[0]]) if len(dims) == 1 else None
+    local, single = step.result_shape(), step.single_result_shape()
+    dims = [dim for dim in range(len(local)) if local[dim] != single[dim]]
+    axes = step.group_of(local[dims[0]], single[dims[0]]) if len(dims) == 1 else None
     return value.replace(splits=(Split(axes, dims[0]),)) if axes else step.lost("no rule")
 
 
 @rule("pad")
 def padded(step: Step) -> list[AnyRelation]:
     value, filling = step.operands
-    config, other = step.params["padding_config"], step.whole.params["padding_config"]
+    config, other = step.params["padding_config"], step.single.params["padding_config"]
     if config != other or any(config[split.dim] != (0, 0, 0) for split in value.splits):
         return [step.lost("no rule")]
     if value.stack and config[value.stack[1]] != (0, 0, 0) or value.offset or filling.offset:
@@ -198,11 +198,11 @@ def zeros_of_shape(step: Step) -> list[AnyRelation]:
 @rule("iota")
 def positions(step: Step) -> list[AnyRelation]:
     """`iota`."""
-    local, whole = step.result_shape(), step.whole_result_shape()
-    if local == whole:
+    local, single = step.result_shape(), step.single_result_shape()
+    if local == single:
         return [Relation(is_nonnegative=True)]
-    dims = [dim for dim in range(len(local)) if local[dim] != whole[dim]]
-    axes = step.group_of(local[dims[0]], whole[dims[0]])
+    dims = [dim for dim in range(len(local)) if local[dim] != single[dim]]
+    axes = step.group_of(local[dims[0]], single[dims[0]])
     if len(dims) > 1 or axes is None:
         return [step.lost("no rule")]
     splits = (Split(axes, dims[0]),)

@@ -62,12 +62,12 @@ class Step:
     Attributes:
         analysis: The analysis.
         equation: The equation of one replica.
-        whole: The equation of one device.
+        single: The equation of one device.
         operands: The relations of the operands.
     """
 
-    def __init__(self, analysis: Analysis, equation: Equation, whole: Equation, operands: Sequence[AnyRelation]):
-        self.analysis, self.equation, self.whole = analysis, equation, whole
+    def __init__(self, analysis: Analysis, equation: Equation, single: Equation, operands: Sequence[AnyRelation]):
+        self.analysis, self.equation, self.single = analysis, equation, single
         self.operands: Any = list(operands)
 
     @property
@@ -86,9 +86,9 @@ class Step:
         """Returns the shape of a result, on a replica."""
         return jax_compat.shape_of(self.equation.outvars[number])
 
-    def whole_result_shape(self, number: int = 0) -> tuple[int, ...]:
+    def single_result_shape(self, number: int = 0) -> tuple[int, ...]:
         """Returns the shape of a result, on one device."""
-        return jax_compat.shape_of(self.whole.outvars[number])
+        return jax_compat.shape_of(self.single.outvars[number])
 
     def is_same_operand(self) -> bool:
         """Whether both operands are one value."""
@@ -127,8 +127,8 @@ class Step:
         """Returns `result` if it fits the shapes of both results."""
         if isinstance(result, Lost):
             return result
-        local, whole = self.result_shape(number), self.whole_result_shape(number)
-        if len(local) != len(whole):
+        local, single = self.result_shape(number), self.single_result_shape(number)
+        if len(local) != len(single):
             return self.lost("no rule")
         if result.is_nonnegative and getattr(jax_compat.dtype_of(self.equation.outvars[number]), "kind", "") == "c":
             result = result.replace(is_nonnegative=result.is_zero)
@@ -146,7 +146,7 @@ class Step:
             for split in result.splits:
                 if split.axes == axes and split.dim == dim:
                     return self.lost("no rule")
-        if tuple(expected) != tuple(whole):
+        if tuple(expected) != tuple(single):
             return self.lost("no rule")
         return result
 
@@ -203,12 +203,12 @@ class Step:
         return self.every(Relation(**flags(*self.operands)))
 
     def has_same_params(self) -> bool:
-        own, other = self.equation.params, self.whole.params
+        own, other = self.equation.params, self.single.params
         return own.keys() == other.keys() and self.has_same(*(own.keys() - {"sharding", "out_sharding"}))
 
     def has_same(self, *keys: str) -> bool:
         """Whether these parameters are equal in both programs."""
-        pairs = [(self.params.get(key), self.whole.params.get(key)) for key in keys]
+        pairs = [(self.params.get(key), self.single.params.get(key)) for key in keys]
         try:
             return all(a is b or bool(a == b) or a != a and b != b for a, b in pairs)  # NaN
         except Exception:  # arrays, or objects of libraries
@@ -248,7 +248,7 @@ class Step:
         stack = next((value.stack for value in values if value.stack), None)
         spread = []
         for i, value in enumerate(values):
-            shape = jax_compat.shape_of(self.whole.invars[i])
+            shape = jax_compat.shape_of(self.single.invars[i])
             own = {split.dim: split for split in value.splits}
             is_broadcast = lambda dim, shape=shape: not shape or shape[dim] == 1
             for dim, split in splits.items():
@@ -267,15 +267,15 @@ class Step:
 
     def zeros(self) -> AnyRelation:
         """Returns zeros of the shape of the result."""
-        local, whole = self.result_shape(), self.whole_result_shape()
-        if len(local) != len(whole):
+        local, single = self.result_shape(), self.single_result_shape()
+        if len(local) != len(single):
             return self.lost("no rule")
         known = {split.dim: split for value in self.operands if isinstance(value, Relation) for split in value.splits}
         splits = []
         for dim in range(len(local)):
-            if local[dim] == whole[dim]:
+            if local[dim] == single[dim]:
                 continue
-            axes = self.group_of(local[dim], whole[dim])
+            axes = self.group_of(local[dim], single[dim])
             if dim not in known and axes is None:
                 return self.lost("no rule")
             splits.append(known[dim] if dim in known else Split(axes, dim))  # type: ignore[arg-type]
@@ -292,20 +292,20 @@ class Step:
                     low, high = (low, high + 1) if is_division and i else (low - 1, high)
         return max(low, -2), min(high, 2)
 
-    def group_of(self, local: int, whole: int, known: set[str] = frozenset()) -> tuple[str, ...] | None:  # type: ignore[assignment]
+    def group_of(self, local: int, single: int, known: set[str] = frozenset()) -> tuple[str, ...] | None:  # type: ignore[assignment]
         """Returns the mesh axes along which a dim is split that has these sizes; None if they are not known."""
-        found = self._groups_of(local, whole, known)
+        found = self._groups_of(local, single, known)
         return found[0] if len(found) == 1 else None
 
-    def any_group_of(self, local: int, whole: int, known: set[str]) -> tuple[str, ...] | None:
+    def any_group_of(self, local: int, single: int, known: set[str]) -> tuple[str, ...] | None:
         """Returns mesh axes along which a dim may be split that has these sizes: any will do if the value is constant."""
-        return next(iter(self._groups_of(local, whole, known)), None)
+        return next(iter(self._groups_of(local, single, known)), None)
 
-    def _groups_of(self, local: int, whole: int, known: set[str]) -> list[tuple[str, ...]]:
+    def _groups_of(self, local: int, single: int, known: set[str]) -> list[tuple[str, ...]]:
         return [
             axes
             for axes in self.analysis.groups
-            if local and whole == local * self.analysis.group_size(axes) and not set(axes) & known
+            if local and single == local * self.analysis.group_size(axes) and not set(axes) & known
         ]
 
 
