@@ -30,9 +30,9 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
 from jdist._src.jaxpr.marks import call_name
+from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair
 from jdist._src.jaxpr.relation_rules.loops import accumulated, with_first_dim, without_first_dim
 from jdist._src.jaxpr.relation_rules.marked_calls import has_usual_operands, marked_call
-from jdist._src.jaxpr.relation_rules.step import Step
 from jdist._src.jaxpr.relation_rules.table import ELEMENTWISE, RULES
 from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split
 
@@ -66,7 +66,6 @@ class _Analysis(Interpreter[AnyRelation]):
         self._single_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
         self._pairs: dict[int, Equation] = {}  # of the current jaxpr, by the `id` of an equation
         self._consts: dict[int, Sequence[Any]] = {}
-        self.conditions: list[AnyRelation] = []
 
     def relate(self, local: Any, single: Any, inputs: Sequence[AnyRelation]) -> list[AnyRelation]:
         jaxpr = jax_compat.open_jaxpr(local)
@@ -80,16 +79,16 @@ class _Analysis(Interpreter[AnyRelation]):
         single_program = self._single_programs.get(id(jaxpr))
         single = jax_compat.open_jaxpr(single_program) if single_program is not None else None
         if single is None or len(single.invars) != len(jaxpr.invars) or len(single.constvars) != len(jaxpr.constvars):
-            return [self.lost("other program")] * len(jaxpr.outvars)
+            return [Lost("other program")] * len(jaxpr.outvars)
         single_consts = getattr(single_program, "consts", ())
-        own_consts = self._consts.get(id(jaxpr), ())
-        if len(own_consts) == len(single_consts) == len(consts):
-            consts = [self._constant(a, b) for a, b in zip(own_consts, single_consts, strict=True)]
+        local_consts = self._consts.get(id(jaxpr), ())
+        if len(local_consts) == len(single_consts) == len(consts):
+            consts = [self._constant(a, b) for a, b in zip(local_consts, single_consts, strict=True)]
         elif consts:
-            consts = [self.lost("other program")] * len(consts)
+            consts = [Lost("other program")] * len(consts)
         names = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*single.constvars, *single.invars], strict=True))
         outer, self._pairs = self._pairs, {}
-        for one, other in _aligned(jaxpr.eqns, single.eqns, names):
+        for one, other in _corresponding_equations(jaxpr.eqns, single.eqns, names):
             self._pairs[id(one)] = other
         try:
             results = super().run(jaxpr, consts, arguments)
@@ -101,7 +100,7 @@ class _Analysis(Interpreter[AnyRelation]):
     def _output(self, result: AnyRelation, one: Any, other: Any, names: Mapping[Any, Any]) -> AnyRelation:
         if isinstance(one, Literal):
             return self._literal(one, other)
-        return result if result.is_lost or names.get(one) is other else self.lost("other program")
+        return result if result.is_lost or names.get(one) is other else Lost("other program")
 
     def evaluate(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
         single = self._pairs.get(id(equation))
@@ -117,13 +116,15 @@ class _Analysis(Interpreter[AnyRelation]):
             return [REPLICATED]  # as in most equations of an optimizer
         if primitive in RULES:
             return self.primitive(jaxpr, equation, operands)
-        for own, other in zip(jax_compat.programs(equation), jax_compat.programs(single), strict=True):
-            self._enter(own, other)
+        for local_program, single_program in zip(
+            jax_compat.programs(equation), jax_compat.programs(single), strict=True
+        ):
+            self._enter(local_program, single_program)
         name = call_name(equation)
-        step = Step(self, equation, single, operands)
+        pair = EquationPair(self, equation, single, operands)
         # A derivative of a call can have further operands and results: it is entered.
-        if name and call_name(single) == name and has_usual_operands(step, *name):
-            return [step.checked(result, number) for number, result in enumerate(marked_call(step, *name))]
+        if name and call_name(single) == name and has_usual_operands(pair, *name):
+            return [pair.checked(result, number) for number, result in enumerate(marked_call(pair, *name))]
         return super().evaluate(jaxpr, equation, operands)
 
     def _enter(self, local: Any, single: Any) -> None:
@@ -132,13 +133,13 @@ class _Analysis(Interpreter[AnyRelation]):
         self._consts[key] = getattr(local, "consts", ())
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
-        step = Step(self, equation, self._pairs[id(equation)], operands)
-        lost = step.lost_operand()
+        pair = EquationPair(self, equation, self._pairs[id(equation)], operands)
+        lost = pair.lost_operand()
         name = equation.primitive.name
         if lost is not None and name not in ("mul", "select_n"):
             return [lost] * len(equation.outvars)
-        results = RULES.get(name, Step.other)(step)
-        return [step.checked(result, number) for number, result in enumerate(results)]
+        results = RULES.get(name, EquationPair.without_rule)(pair)
+        return [pair.checked(result, number) for number, result in enumerate(results)]
 
     def switch(
         self,
@@ -147,13 +148,13 @@ class _Analysis(Interpreter[AnyRelation]):
         branches: Sequence[Function[AnyRelation]],
         operands: Sequence[AnyRelation],
     ) -> list[AnyRelation]:
-        step = Step(self, equation, self._pairs[id(equation)], [index, *operands])
-        predicate = step.predicate(index)
+        pair = EquationPair(self, equation, self._pairs[id(equation)], [index, *operands])
+        predicate = pair.predicate(index)
         if predicate.is_lost:
             return [predicate] * len(equation.outvars)
         with self.inside(equation):
             results = [branch(operands) for branch in branches]
-        return [step.checked(step.joined(values), i) for i, values in enumerate(zip(*results, strict=True))]
+        return [pair.checked(pair.joined(values), i) for i, values in enumerate(zip(*results, strict=True))]
 
     def while_loop(
         self,
@@ -162,16 +163,16 @@ class _Analysis(Interpreter[AnyRelation]):
         body: Function[AnyRelation],
         carry: Sequence[AnyRelation],
     ) -> list[AnyRelation]:
-        step = Step(self, equation, self._pairs[id(equation)], list(carry))
+        pair = EquationPair(self, equation, self._pairs[id(equation)], list(carry))
 
         def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
             with self.inside(equation):
-                predicate = step.predicate(test(carry))
+                predicate = pair.predicate(test(carry))
                 if predicate.is_lost:
                     return [predicate] * len(carry)
                 return body(carry)
 
-        return fixed_point(iterate, carry, lambda old, new: step.joined([old, new]))
+        return fixed_point(iterate, carry, lambda old, new: pair.joined([old, new]))
 
     def scan(
         self,
@@ -181,40 +182,37 @@ class _Analysis(Interpreter[AnyRelation]):
         xs: Sequence[AnyRelation],
     ) -> list[AnyRelation]:
         single = self._pairs[id(equation)]
-        step = Step(self, equation, single, [*carry, *xs])
+        pair = EquationPair(self, equation, single, [*carry, *xs])
         parts, single_parts = jax_compat.scan_parts(equation), jax_compat.scan_parts(single)
         scans_examples = parts.options["length"] != single_parts.options["length"]
         if parts.options["reverse"] != single_parts.options["reverse"]:
-            return [step.lost("no rule")] * len(equation.outvars)
-        slices = [without_first_dim(step, x, scans_examples) for x in xs]
+            return [pair.lost("no rule")] * len(equation.outvars)
+        slices = [without_first_dim(pair, x, scans_examples) for x in xs]
         ys: list[AnyRelation] = []
         if scans_examples:
             if not _only_adds(jax_compat.open_jaxpr(parts.body), parts):
-                return [step.lost("no rule")] * len(equation.outvars)
+                return [pair.lost("no rule")] * len(equation.outvars)
             with self.inside(equation):
                 added, ys = body([ZERO] * len(carry), slices)
-            last = [accumulated(step, start, value) for start, value in zip(carry, added, strict=True)]
-            results = [*last, *(with_first_dim(step, y, True) for y in ys)]
-            return [step.checked(result, number) for number, result in enumerate(results)]
+            last = [accumulated(pair, start, value) for start, value in zip(carry, added, strict=True)]
+            results = [*last, *(with_first_dim(pair, y, True) for y in ys)]
+            return [pair.checked(result, number) for number, result in enumerate(results)]
 
         def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
             with self.inside(equation):
                 new_carry, ys[:] = body(carry, slices)
             return new_carry
 
-        last = fixed_point(iterate, carry, lambda old, new: step.joined([old, new]))
-        results = [*last, *(with_first_dim(step, y, scans_examples) for y in ys)]
-        return [step.checked(result, number) for number, result in enumerate(results)]
-
-    def lost(self, reason: str) -> Lost:
-        return Lost(reason)
+        last = fixed_point(iterate, carry, lambda old, new: pair.joined([old, new]))
+        results = [*last, *(with_first_dim(pair, y, scans_examples) for y in ys)]
+        return [pair.checked(result, number) for number, result in enumerate(results)]
 
     def site(self, equation: Equation) -> Site:
         return Site(equation, tuple(self.calls))
 
     def _literal(self, one: Any, other: Any) -> AnyRelation:
         if not isinstance(other, Literal):
-            return self.lost("other program")
+            return Lost("other program")
         return self._constant(one.val, other.val)
 
     def _constant(self, one: Any, other: Any) -> AnyRelation:
@@ -222,10 +220,10 @@ class _Analysis(Interpreter[AnyRelation]):
         if one is other:
             return self._same_constant(one)
         if isinstance(one, core.Tracer) or isinstance(other, core.Tracer) or not _is_numeric(one, other):
-            return self.lost("other program")
+            return Lost("other program")
         first, second = np.asarray(one), np.asarray(other)
         if first.dtype != second.dtype or first.ndim != second.ndim:
-            return self.lost("other program")
+            return Lost("other program")
         if first.shape != second.shape:
             return self._split_constant(first, second)
         if np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"):
@@ -255,13 +253,12 @@ class _Analysis(Interpreter[AnyRelation]):
             is_larger = len(dims) == 1 and second.shape[dims[0]] == number * first.shape[dims[0]]
             if is_larger and np.array_equal(np.concatenate([first] * number, dims[0]), second):
                 return Relation(splits=(Split(axes, dims[0]),))
-        return self.lost("other program")
+        return Lost("other program")
 
     def _exact(self, ratio: float, dtype: np.dtype) -> float:
         """Returns the power of the number of replicas that a ratio of two rounded numbers is, or the ratio."""
-        number = math.prod(self.axis_sizes.values())
         tolerance = 1e-6 if dtype.itemsize >= 4 or dtype.kind in "iu" else 2e-2 if "bfloat" in dtype.name else 2e-3
-        for base in {number, *self.axis_sizes.values()}:
+        for base in {self._num_replicas, *self.axis_sizes.values()}:
             for power in (-3, -2, -1, -0.5, 0.5, 1, 2, 3):
                 if math.isclose(ratio, base**power, rel_tol=tolerance):
                     return float(base**power)
@@ -307,52 +304,49 @@ def _is_numeric(*values: Any) -> bool:
     )
 
 
-def _aligned(
-    own: Sequence[Equation], others: Sequence[Equation], names: dict[Any, Any]
+def _corresponding_equations(
+    local: Sequence[Equation], single: Sequence[Equation], names: dict[Any, Any]
 ) -> Iterator[tuple[Equation, Equation]]:
     """Yields the equations that two jaxprs have in common, in order, and adds their results to `names`.
 
     A size that is 1 in one of the programs can leave out equations, or add some. These are skipped.
 
     Args:
-        own: The equations of one replica.
-        others: The equations of one device.
+        local: The equations of one replica.
+        single: The equations of one device.
         names: From the variables of one replica to the variables of one device.
     """
     known = set(map(id, names.values()))
     i = j = 0
-    while i < len(own) and j < len(others):
-        skip = next(
-            (
-                skip
-                for skip in _SKIPS
-                if _match(own[i + skip[0] : i + skip[0] + 3], others[j + skip[1] : j + skip[1] + 3], names, known, skip)
-            ),
-            None,
+    while i < len(local) and j < len(single):
+        following = lambda skip, i=i, j=j: (
+            local[i + skip[0] : i + skip[0] + _NUM_MATCHES],
+            single[j + skip[1] : j + skip[1] + _NUM_MATCHES],
         )
+        skip = next((skip for skip in _SKIPS if _match(*following(skip), names, known, skip)), None)
         if skip is None:
             return
         i, j = i + skip[0], j + skip[1]
-        one, other = own[i], others[j]
+        one, other = local[i], single[j]
         names.update(zip(one.outvars, other.outvars, strict=True))
         known.update(map(id, other.outvars))
         yield one, other
         i, j = i + 1, j + 1
 
 
-_SKIPS = sorted(((i, j) for i in range(12) for j in range(12)), key=sum)
+_SKIPS = sorted(((i, j) for i in range(12) for j in range(12)), key=sum)  # numbers of equations, the smallest first
 _NUM_MATCHES = 3  # equations in a row, by which two programs are found to continue alike
 
 
 def _match(
-    own: Sequence[Equation], others: Sequence[Equation], names: dict[Any, Any], known: set[int], skip: tuple[int, int]
+    local: Sequence[Equation], single: Sequence[Equation], names: dict[Any, Any], known: set[int], skip: tuple[int, int]
 ) -> bool:
     """Whether the next equations are the same; after a skip, several of them."""
     number = _NUM_MATCHES if any(skip) else 1
-    if not own or not others:
+    if not local or not single:
         return False
     names, known = (dict(names), set(known)) if number > 1 else (names, known)
-    for one, other in zip(own[:number], others[:number], strict=False):
+    for one, other in zip(local[:number], single[:number], strict=False):
         if not _same_form(one, other, names, known):
             return False
         if number > 1:

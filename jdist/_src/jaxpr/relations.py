@@ -222,8 +222,8 @@ UNKNOWN_REASONS = {
 }
 
 
-def aligned(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[Relation] | None:
-    """Returns relations of values that are added or chosen among, with the same partial axes; None if they do not fit.
+def with_equal_partial_axes(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[Relation] | None:
+    """Returns the relations of values that are added, or of which one is chosen, with equal partial axes; None if impossible.
 
     A replicated value is a partial mean too: it is the sum over the replicas, divided by their number.
     """
@@ -278,8 +278,8 @@ def is_close(first: float, second: float) -> bool:
     return math.isclose(first, second, rel_tol=1e-6)
 
 
-def flags(*values: Relation) -> dict[str, Any]:
-    """Returns the fields that a result inherits from every operand: distribution, approximation, doubt and the origin."""
+def inherited(*values: Relation) -> dict[str, Any]:
+    """Returns the fields of a result that come from all operands: distribution, approximation, doubt and the origin."""
     return {
         "in_distribution": any(value.in_distribution for value in values),
         "approximate": next((value.approximate for value in values if value.approximate), ""),
