@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdist._src.jaxpr.counterexamples import Read, confirmed
+from jdist._src.jaxpr.counterexamples import ResultForm, with_counterexamples
 from jdist._src.jaxpr.equivalence import relate
 from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, verdict_of
 from jdist._src.jaxpr.relations import REPLICATED, Relation
@@ -50,9 +50,11 @@ class Case:
         self.verdicts = {}
         for output, kind in outputs:
             verdict = verdict_of(self.relations[output], kind, sizes, kind == "replicated")
-            reads = [Read(kind if i == output else "replicated") for i in range(len(varying))]
+            forms = [ResultForm(kind if i == output else "replicated") for i in range(len(varying))]
             verdicts = [verdict if i == output else EQUIVALENT for i in range(len(varying))]
-            self.verdicts[output, kind] = confirmed(verdicts, self.local, self.single, inputs, reads, sizes)[output]
+            self.verdicts[output, kind] = with_counterexamples(verdicts, self.local, self.single, inputs, forms, sizes)[
+                output
+            ]
         analyzed = time.perf_counter()
         self.comparison = Comparison(program, self.local, self.single)
         self.seconds.update(trace=traced - start, analysis=analyzed - traced, run=time.perf_counter() - analyzed)

@@ -19,9 +19,9 @@ from jdist._src.core.source_lines import Frame
 from jdist._src.debug.check_report import CheckReport, CheckVerdict, FunctionCheck, ResultCheck
 from jdist._src.execution.program import Program
 from jdist._src.jaxpr import replication
-from jdist._src.jaxpr.counterexamples import Read, confirmed
+from jdist._src.jaxpr.counterexamples import ResultForm, with_counterexamples
 from jdist._src.jaxpr.equivalence import relate
-from jdist._src.jaxpr.equivalence_verdict import Kind, verdict_of
+from jdist._src.jaxpr.equivalence_verdict import ResultKind, verdict_of
 from jdist._src.jaxpr.mapped_functions import MappedFunction, Result, error_line, record_mapped_functions
 from jdist._src.jaxpr.origins import find_origins
 from jdist._src.jaxpr.relations import Relation
@@ -199,18 +199,18 @@ def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict])
     # For an operand per device any relation will do: results that depend on it are unknown.
     inputs = [_relation(operand.splits, sizes) for operand in function.operands]
     relations = relate(function.local, function.single, inputs, sizes)
-    kinds: list[Kind] = [_kind(function, result) for result in function.results]
+    kinds: list[ResultKind] = [_kind(function, result) for result in function.results]
     found = [
         verdict_of(relation, kind, sizes, kind == "replicated", _relation(result.splits, sizes).splits)
         for relation, kind, result in zip(relations, kinds, function.results, strict=True)
     ]
     dependencies = _per_device_operands(function)
     if not any(dependencies):
-        reads = [
-            Read(kind, _relation(result.splits, sizes).splits)
+        forms = [
+            ResultForm(kind, _relation(result.splits, sizes).splits)
             for kind, result in zip(kinds, function.results, strict=True)
         ]
-        found = confirmed(found, function.local, function.single, inputs, reads, sizes)
+        found = with_counterexamples(found, function.local, function.single, inputs, forms, sizes)
     return [
         CheckVerdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
         if names
@@ -226,7 +226,7 @@ def _relation(splits: Mapping[int, tuple[str, ...]], sizes: Mapping[str, int]) -
     return Relation.split({dim: names for dim, names in axes.items() if names})
 
 
-def _kind(function: MappedFunction, result: Result) -> Kind:
+def _kind(function: MappedFunction, result: Result) -> ResultKind:
     if result.splits:
         return "split"
     if function.kind == "pmap" and not result.replicated_over:

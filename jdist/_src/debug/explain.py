@@ -16,7 +16,7 @@ from jdist._src.execution.program import Program
 from jdist._src.execution.replicate import WRAPPER_ADVICE, TracedReplica, analysis_inputs
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.collective_lines import collective_name
-from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict
+from jdist._src.jaxpr.equivalence_verdict import ResultKind, Verdict
 from jdist._src.jaxpr.origins import Origin, Origins, find_origins
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.strategies.base import Strategy
@@ -69,7 +69,7 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
     origins, equations = find_origins(jaxpr, axes)
     leaves = _leaves(traced, inputs, variations, origins, equations)
     if single is not None:
-        kinds: list[Kind] = [kind_of(item, wrapper) for item, wrapper in _placements(traced, variations)]
+        kinds: list[ResultKind] = [kind_of(item, wrapper) for item, wrapper in _placements(traced, variations)]
         verdicts = leaf_verdicts(traced.program, single, traced.function.items, kinds, program._spec)
         unproved = Verdict("unknown", "it is not proved to be replicated")
         pairs = zip(leaves, verdicts, strict=True)

@@ -25,9 +25,9 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, Traced, TraceFn, UserCall
-from jdist._src.jaxpr.counterexamples import Read, confirmed
+from jdist._src.jaxpr.counterexamples import ResultForm, with_counterexamples
 from jdist._src.jaxpr.equivalence import relate
-from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, LOCAL_NORMALIZATION, Kind, Verdict, verdict_of
+from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, LOCAL_NORMALIZATION, ResultKind, Verdict, verdict_of
 from jdist._src.jaxpr.relations import REPLICATED, AnyRelation, Lost, Relation, Split
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.values.aggregation import VariableAggregation
@@ -118,7 +118,7 @@ class Comparison:
         # No value of the trace is held: `jax.checking_leaks` would report it.
         results, local, retrace = traced.results, traced.jaxpr, traced.retrace
         rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
-        kinds: list[tuple[str, list[Kind]]] = [
+        kinds: list[tuple[str, list[ResultKind]]] = [
             (name, [kind_of(item, wrapper)] * len(jax.tree.leaves(tree))) for name, item, wrapper, tree in rows
         ]
         call, num_state = call.with_arguments(*_shapes(call)), results.num_state
@@ -281,7 +281,7 @@ def _verdicts(
     local: Any,
     single: SingleReplicaTrace,
     items: Sequence[Any],
-    kinds: Sequence[tuple[str, list[Kind]]],
+    kinds: Sequence[tuple[str, list[ResultKind]]],
     spec: ProgramSpec,
 ) -> dict[str, Verdict]:
     """Returns the verdict on each result by name: the verdict on its first leaf that is not equivalent. See `leaf_verdicts`.
@@ -299,7 +299,7 @@ def _verdicts(
 
 
 def leaf_verdicts(
-    local: Any, single: SingleReplicaTrace, items: Sequence[Any], kinds: Sequence[Kind], spec: ProgramSpec
+    local: Any, single: SingleReplicaTrace, items: Sequence[Any], kinds: Sequence[ResultKind], spec: ProgramSpec
 ) -> list[Verdict]:
     """Returns the verdict on each leaf of the results, from the traces of a step on several replicas and on one.
 
@@ -321,16 +321,16 @@ def leaf_verdicts(
             verdict_of(relation, kind, sizes, kind == "replicated")
             for relation, kind in zip(relations, kinds, strict=True)
         ]
-        return confirmed(leaves, local, single.program, inputs, list(map(Read, kinds)), sizes)
+        return with_counterexamples(leaves, local, single.program, inputs, list(map(ResultForm, kinds)), sizes)
     except Exception as error:  # an equation in a form that the rules do not know must not stop a step
         return [Verdict("unknown", f"the analysis failed: {type(error).__name__}: {one_line(str(error))}")] * len(kinds)
 
 
 _RANK = {"equivalent": 0, "unknown": 1, "not equivalent": 2}
-_READ_AS: dict[VariableAggregation, Kind] = {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}
+_READ_AS: dict[VariableAggregation, ResultKind] = {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}
 
 
-def kind_of(item: Any, wrapper: Any) -> Kind:
+def kind_of(item: Any, wrapper: Any) -> ResultKind:
     """Returns how the leaves of a result are read, from its own wrapper or None, and from the class that it is placed in."""
     if wrapper is None or wrapper._is_replicated:
         return "replicated"

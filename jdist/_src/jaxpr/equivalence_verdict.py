@@ -26,7 +26,7 @@ from jdist._src.jaxpr.relations import (
 from jdist._src.jaxpr.replication import batch_norm_fix
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
-Kind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
+ResultKind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Verdict:
 
     Attributes:
         name: `"equivalent"`, `"not equivalent"` or `"unknown"`.
-        reason: In words; for an equivalent result, in which sense it is, if not plainly.
+        reason: The reason. For an equivalent result: in which sense it is equivalent, or an empty string.
         factor: How many times too large a result is that is not equivalent, if this is known; else None.
-        fix: What to write, or an empty string.
+        fix: The change of the user's code, or an empty string.
         by_design: Whether a policy means the results to differ, as local SGD does.
         may_be_refuted: Whether a difference for random inputs shows that an unknown result is not equivalent.
     """
@@ -87,7 +87,7 @@ EQUIVALENT = Verdict("equivalent")
 
 def verdict_of(
     relation: AnyRelation,
-    kind: Kind,
+    kind: ResultKind,
     axis_sizes: Mapping[str, int],
     is_replicated: bool,
     splits: tuple[Split, ...] = (),
@@ -96,7 +96,7 @@ def verdict_of(
 
     Args:
         relation: The relation of the values of the replicas to that of one device.
-        kind: How the result is read: as one value of all replicas, as the parts of one value, as partial values whose sum or
+        kind: How the result is read: as one replicated value, as the parts of one value, as partial values whose sum or
             mean is read, or as one value per replica.
         axis_sizes: The mesh axes of the replicas and their sizes.
         is_replicated: Whether the result is proved to be the same on all replicas.
