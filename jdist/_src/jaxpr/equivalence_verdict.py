@@ -3,7 +3,6 @@
 import dataclasses
 import fractions
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -23,7 +22,7 @@ from jdist._src.jaxpr.relations import (
     is_close,
     may_be_one,
 )
-from jdist._src.jaxpr.replication import batch_norm_fix
+from jdist._src.jaxpr.replication import batch_norm_fix, lines_of_places, shortened
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
 ResultKind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
@@ -196,18 +195,11 @@ def _lines(cause: Cause | None) -> tuple[str, ...]:
     if cause is None:
         return ()
     places = [
-        (place, site)
+        (place, _name(site))
         for site in cause.chain()
         if site.name != "name" and (place := site.line) and not source_lines.is_in_jdist(place)
     ]
-    lines = []
-    for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
-        names = list(dict.fromkeys(_name(site) for _, site in group))
-        steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
-        lines.append(f"{steps} at {place} in {place.function}")
-    if len(lines) > 6:
-        lines[3:-2] = [f"... {len(lines) - 5} more places ..."]
-    return tuple(lines)
+    return tuple(shortened(lines_of_places(places), 6))
 
 
 def _name(site: Site) -> str:

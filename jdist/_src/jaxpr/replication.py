@@ -22,7 +22,7 @@ is split along an axis varies along it. The results are one value per replica ag
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax import core
@@ -30,7 +30,14 @@ from jax import core
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, nested_equations
+from jdist._src.jaxpr.interpreter import (
+    Function,
+    Interpreter,
+    ScanFunction,
+    fixed_point,
+    nested_equations,
+    scan_to_fixed_point,
+)
 from jdist._src.jaxpr.marks import SUM_MARK, mark_of
 from jdist._src.jaxpr.primitives import (
     NOT_WAITING,
@@ -151,13 +158,24 @@ def explain_cause(cause: Cause) -> str:
         if isinstance(equation, Equation) and (place := source_lines.equation_frame(equation))
     ]
     lines = [f"{start.name}, which holds one value per replica"] if isinstance(start, Input) else []
+    return "\n    -> ".join(shortened([*lines, *lines_of_places(places)], 8))
+
+
+def lines_of_places(places: Iterable[tuple[source_lines.Frame, str]]) -> list[str]:
+    """Returns a line for each place in the user's code, given the place and the name of each operation in order."""
+    lines = []
     for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
         names = list(dict.fromkeys(name for _, name in group))
-        steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
-        lines.append(f"{steps} at {place} in {place.function}")
-    if len(lines) > 8:
-        lines[5:-2] = [f"... {len(lines) - 7} more places ..."]
-    return "\n    -> ".join(lines)
+        operations = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
+        lines.append(f"{operations} at {place} in {place.function}")
+    return lines
+
+
+def shortened(lines: Sequence[str], limit: int) -> list[str]:
+    """Returns `limit` lines at most: the first ones, the number of those that are left out, and the last two."""
+    if len(lines) <= limit:
+        return list(lines)
+    return [*lines[: limit - 3], f"... {len(lines) - limit + 1} more places ...", *lines[-2:]]
 
 
 def fix_for(cause: Cause, axes: Sequence[str]) -> str:
@@ -314,13 +332,8 @@ class _Analysis(Interpreter[Variation]):
     def scan(
         self, equation: Equation, body: ScanFunction[Variation], carry: Sequence[Variation], xs: Sequence[Variation]
     ) -> list[Variation]:
-        ys: list[Variation] = []
-
-        def step(carry: Sequence[Variation]) -> list[Variation]:
-            new_carry, ys[:] = body(carry, xs)
-            return new_carry
-
-        return fixed_point(step, carry, _join, _vary_alike) + ys
+        last, ys = scan_to_fixed_point(body, carry, xs, _join, _vary_alike)
+        return last + ys
 
     @contextlib.contextmanager
     def _below(self, predicate: Variation) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jdist._src.jaxpr.dims import gather_dims
 from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair, rule
 from jdist._src.jaxpr.relations import (
     AnyRelation,
@@ -21,15 +22,11 @@ def gathered_rows(pair: EquationPair) -> list[AnyRelation]:
     numbers = pair.params["dimension_numbers"]
     if not pair.has_same("fill_value", "mode") or operand.stack or indices.stack:
         return [pair.lost("no rule")]
-    offsets = list(map(int, numbers.offset_dims))
-    positions = [dim for dim in range(len(pair.result_shape())) if dim not in offsets]
     operand_batch, index_batch = list(numbers.operand_batching_dims), list(numbers.start_indices_batching_dims)
-    rank = len(pair.shape(0))
-    windows = [d for d in range(rank) if d not in operand_batch and d not in numbers.collapsed_slice_dims]
-    new_dims = dict(zip(windows, offsets, strict=True))
+    window_dims, index_dims = gather_dims(pair.equation)
     if not _is_selection(indices):
         return [_unselectable(pair, indices)]
-    splits = {s.replace(dim=positions[s.dim]) for s in indices.splits if s.dim < len(positions)}
+    splits = {s.replace(dim=index_dims[s.dim]) for s in indices.splits if s.dim < len(index_dims)}
     indexed = list(numbers.start_index_map)
     uses_positions = False
     for split in operand.splits:
@@ -42,8 +39,8 @@ def gathered_rows(pair: EquationPair) -> list[AnyRelation]:
             if not _selects_own_rows(pair, indices, indexed.index(dim), split, dim):
                 return [pair.lost("part", operand)]
             uses_positions = True
-        elif dim in new_dims and pair.params["slice_sizes"][dim] == pair.shape(0)[dim]:
-            splits.add(split.replace(dim=new_dims[dim]))
+        elif dim in window_dims and pair.params["slice_sizes"][dim] == pair.shape(0)[dim]:
+            splits.add(split.replace(dim=window_dims[dim]))
         else:
             return [pair.lost("part", operand)]
     if any(any(numbers_) for _, numbers_ in indices.offset) and not uses_positions:

@@ -1,5 +1,6 @@
 """Rules for products of matrices, convolutions and linear algebra."""
 
+from jdist._src.jaxpr.dims import dot_general_dims
 from jdist._src.jaxpr.relation_rules.arithmetic import product
 from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair, rule
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split
@@ -12,12 +13,7 @@ def contracted(pair: EquationPair) -> list[AnyRelation]:
     if first.stack or second.stack:
         return [pair.lost("no rule")]
     contracting, batch = pair.params["dimension_numbers"]
-    ranks = [len(pair.shape(0)), len(pair.shape(1))]
-    free = [[d for d in range(ranks[k]) if d not in contracting[k] and d not in batch[k]] for k in (0, 1)]
-    positions: list[dict[int, int]] = []
-    for k in (0, 1):
-        start = len(batch[0]) + (len(free[0]) if k else 0)
-        positions.append({dim: n for n, dim in enumerate(batch[k])} | {dim: start + n for n, dim in enumerate(free[k])})
+    new_dims = dot_general_dims(pair.equation)
     summed: set[str] = set()
     splits: set[Split] = set()
     for k, value in enumerate((first, second)):
@@ -28,14 +24,14 @@ def contracted(pair: EquationPair) -> list[AnyRelation]:
             elif split.dim in batch[k]:
                 partner = batch[1 - k][list(batch[k]).index(split.dim)]
             else:
-                splits.add(split.replace(dim=positions[k][split.dim]))
+                splits.add(split.replace(dim=new_dims[k][split.dim]))
                 continue
             if split.replace(dim=partner) not in other.splits:
                 return [pair.lost("order")]
             if split.dim in contracting[k]:
                 summed.update(split.axes)
             else:
-                splits.add(split.replace(dim=positions[k][split.dim]))
+                splits.add(split.replace(dim=new_dims[k][split.dim]))
     return [_bilinear(pair, first, second, splits, summed)]
 
 
