@@ -14,7 +14,7 @@ from jdist._src.core.errors import ReplicatedBatchWarning
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, has_dtype, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.devices.mesh import Replicas
-from jdist._src.jaxpr.batch_check import replicated_batch
+from jdist._src.jaxpr.batch_check import replicated_batch_message
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.metric_sums import clu_metric_types
@@ -214,7 +214,7 @@ def _warn_of_replicated_batch(replicas: Replicas, batch: PyTree) -> None:
         return
     names = [name for name, _ in named_leaves("batch", batch)]
     workers = "devices" if replicas.batch_axes else "replicas"
-    warn_once(replicated_batch(names, replicas.num_parts, workers), ReplicatedBatchWarning, place)
+    warn_once(replicated_batch_message(names, replicas.num_parts, workers), ReplicatedBatchWarning, place)
 
 
 def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Any:
