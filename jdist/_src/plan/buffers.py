@@ -10,8 +10,17 @@ from typing import NamedTuple, TypeAlias
 
 from jdist._src.devices.hlo_text import HloModule, Instruction, device_sizes
 
-# These produce no array of their own: the result is a part or a view of the operands.
-_VIEWS = ("get-tuple-element", "tuple", "bitcast", "optimization-barrier", "while", "after-all", "domain", "parameter")
+# The result of these is a part or a view of the operands, so they allocate no buffer.
+_WITHOUT_BUFFER = (
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "optimization-barrier",
+    "while",
+    "after-all",
+    "domain",
+    "parameter",
+)
 
 
 class Buffer(NamedTuple):
@@ -93,7 +102,7 @@ def _owners(module: HloModule, instructions: Sequence[Instruction]) -> dict[str,
             owners[name] = operands[0][index : index + 1]
         elif opcode == "tuple" or (opcode == "all-reduce" and all(map(any, operands))):  # an all-reduce is in place
             owners[name] = [frozenset().union(*elements) for elements in operands]
-        elif opcode in _VIEWS or opcode.endswith(("-done", "-update")):
+        elif opcode in _WITHOUT_BUFFER or opcode.endswith(("-done", "-update")):
             owners[name] = operands[0] if operands else []
         else:
             updated = _updated_operands(module, instruction)
@@ -152,7 +161,8 @@ def _own_bytes(instruction: Instruction) -> list[int]:
     if instruction.opcode in ("constant", "iota", "partition-id", "replica-id", "send", "recv"):
         return []
     sizes = device_sizes(instruction.shape)
-    return sizes[-1:] if instruction.opcode.endswith("-start") else sizes  # a tuple of the operands and the results
+    # The result of a `-start` is a tuple of the operands and the results.
+    return sizes[-1:] if instruction.opcode.endswith("-start") else sizes
 
 
 def _described(module: HloModule, instruction: Instruction, size: int) -> Buffer:
