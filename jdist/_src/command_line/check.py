@@ -42,7 +42,7 @@ def _run(arguments: argparse.Namespace) -> int:
     is_program = arguments.run is not None
     if is_program == bool(arguments.target) or arguments.run == []:
         return _refuse("Pass one file: `jdist check FILE.py:function`, or `jdist check --run train.py ARGUMENTS`.")
-    file, _, function = (arguments.run[0], "", "") if is_program else _split_target(arguments.target)
+    file, function = (arguments.run[0], "") if is_program else _split_target(arguments.target)
     if not os.path.isfile(file):
         return _refuse(f"{file} does not exist.")
     if arguments.devices is not None and arguments.devices < 1:
@@ -80,9 +80,9 @@ class _UsageError(Exception):
     pass
 
 
-def _split_target(target: str) -> tuple[str, str, str]:
-    file, separator, function = target.rpartition(":")
-    return (file, separator, function) if file.endswith(".py") else (target, "", "")
+def _split_target(target: str) -> tuple[str, str]:
+    file, _, function = target.rpartition(":")
+    return (file, function) if file.endswith(".py") else (target, "")
 
 
 def _use_cpu(count: int | None) -> None:
