@@ -196,11 +196,11 @@ def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict])
     sizes = {axis: size for axis, size in function.axes.items() if size > 1}
     if not sizes:
         return [CheckVerdict("equivalent", ("there is one device",))] * len(function.results)
-    # For an operand per device any relation will do: results that depend on it are unknown.
+    # An operand per device has no relation. Any one is passed: the verdicts on results that depend on it are replaced below.
     inputs = [_relation(operand.splits, sizes) for operand in function.operands]
     relations = relate(function.local, function.single, inputs, sizes)
     kinds: list[ResultKind] = [_kind(function, result) for result in function.results]
-    found = [
+    verdicts = [
         verdict_of(relation, kind, sizes, kind == "replicated", _relation(result.splits, sizes).splits)
         for relation, kind, result in zip(relations, kinds, function.results, strict=True)
     ]
@@ -210,14 +210,14 @@ def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict])
             ResultForm(kind, _relation(result.splits, sizes).splits)
             for kind, result in zip(kinds, function.results, strict=True)
         ]
-        found = with_counterexamples(found, function.local, function.single, inputs, forms, sizes)
+        verdicts = with_counterexamples(verdicts, function.local, function.single, inputs, forms, sizes)
     return [
         CheckVerdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
         if names
         else CheckVerdict("unknown", ("it is not proved to be replicated",))
         if replicated.text == "not proved"
         else CheckVerdict(verdict.name, tuple(filter(None, (verdict.reason, *verdict.lines))), verdict.fix)
-        for verdict, names, replicated in zip(found, dependencies, replications, strict=True)
+        for verdict, names, replicated in zip(verdicts, dependencies, replications, strict=True)
     ]
 
 

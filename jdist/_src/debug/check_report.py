@@ -23,7 +23,7 @@ class CheckVerdict:
         text: For replication `"proved"`, `"checked by JAX"`, `"not proved"`, `"not claimed"` or `"unknown"`; for equivalence
             `"equivalent"`, `"not equivalent"` or `"unknown"`.
         reasons: Lines that explain it.
-        fix: What to do, for a finding.
+        fix: The change that removes the finding, or an empty string.
     """
 
     text: str

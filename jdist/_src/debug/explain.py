@@ -125,8 +125,9 @@ def _placements(traced: TracedReplica, variations: Sequence[Variation]) -> list[
     for number, item in enumerate(results.items):
         for _ in jax.tree.leaves(0 if item is None else item.tree):
             varies = bool(next(remaining))
-            own = type(item) if item is not None else PerReplica if varies and number >= results.num_state else None
-            placements.append((item, own))
+            is_per_replica = varies and number >= results.num_state
+            wrapper = type(item) if item is not None else PerReplica if is_per_replica else None
+            placements.append((item, wrapper))
     return placements
 
 
@@ -197,7 +198,7 @@ def _collective_key(origin: Origin) -> tuple[str, str, str]:
 
 
 def _kind(leaf: LeafExplanation) -> str:
-    return "not proved" if leaf.fix else "replicated" if leaf.replicated else "varying"
+    return "varying" if leaf.verdict == "one per replica" else leaf.verdict
 
 
 def _root(name: str) -> str:
