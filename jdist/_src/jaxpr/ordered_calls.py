@@ -25,7 +25,7 @@ class HostFunction:
     """A host function that replicas call in the order of the program.
 
     Args:
-        fn: From the index of the replica and further operands.
+        fn: A function of the replica index and further operands.
     """
 
     def __init__(self, fn: Callable[..., None]):
@@ -36,7 +36,7 @@ class HostFunction:
         jax_compat.call_on_host(self, (replica_id, *operands))
 
     def __call__(self, *operands: jax.Array) -> None:
-        """Called by a program that was not rewritten: in the order in which the calls arrive."""
+        """Calls `fn` in a program that was not rewritten, in which XLA decides the order of the calls."""
         self.fn(*operands)
 
 
