@@ -211,7 +211,7 @@ _OF_VARYING_TYPES = ("psum_invariant", "all_gather_invariant", "pvary")
 
 
 class _WithoutVaryingTypes(Evaluator):
-    """Traces a jaxpr anew without the types of `check_vma=True`, which `jax.vmap` does not know."""
+    """Traces a jaxpr anew without the types of `check_vma=True`, which `jax.vmap` does not support."""
 
     def primitive(self, jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
         name = equation.primitive.name

@@ -229,7 +229,7 @@ class _VirtualReplicas(Evaluator):
         return jnp.concatenate([array, zeros((missing, *array.shape[1:]), array.dtype)]) if missing > 0 else array
 
     def _num_replicas_here(self) -> jax.Array:
-        """Returns the number of replicas of this device. XLA must not know it: it would unroll a loop of one iteration."""
+        """Returns the number of replicas of this device, not as a constant: XLA would unroll a loop of one iteration."""
         per_device = self._slots.per_device
         before = lax.axis_index(self._slots.axes) * per_device
         return lax.optimization_barrier(jnp.clip(self._slots.num_replicas - before, 0, per_device))

@@ -53,10 +53,10 @@ _Sized: TypeAlias = tuple[Instruction, int]
 _Id: TypeAlias = tuple[str, int]  # an instruction, and the number of an array in its result
 
 
-def _peak(module: HloModule, name: str, known: dict[str, list[_Sized]]) -> list[_Sized]:
+def _peak(module: HloModule, name: str, peaks: dict[str, list[_Sized]]) -> list[_Sized]:
     """Returns the buffers of a computation at its peak, with those of the computations that it runs."""
-    if name in known:
-        return known[name]
+    if name in peaks:
+        return peaks[name]
     instructions = list(module.computations[name].values())
     owners = _owners(module, instructions)
     root = owners.get(module.roots.get(name, ""), [])
@@ -73,10 +73,10 @@ def _peak(module: HloModule, name: str, known: dict[str, list[_Sized]]) -> list[
             owner = (instruction.name, index)
             if size and owner in _all(owners, instruction.name) and owner not in results:
                 live[owner] = origins.get(owner, instruction), size
-        peak = max(peak, [*live.values(), *_inner_peak(module, instruction, known)], key=_total)
+        peak = max(peak, [*live.values(), *_inner_peak(module, instruction, peaks)], key=_total)
         for owner in [owner for owner in live if last_use.get(owner, -1) <= position]:
             del live[owner]
-    known[name] = peak
+    peaks[name] = peak
     return peak
 
 
@@ -84,11 +84,11 @@ def _total(buffers: Sequence[_Sized]) -> int:
     return sum(size for _, size in buffers)
 
 
-def _inner_peak(module: HloModule, instruction: Instruction, known: dict[str, list[_Sized]]) -> list[_Sized]:
+def _inner_peak(module: HloModule, instruction: Instruction, peaks: dict[str, list[_Sized]]) -> list[_Sized]:
     """Returns the largest peak of the computations that an instruction runs one operation at a time."""
     if instruction.opcode not in ("while", "call", "conditional", "async-start"):
         return []
-    return max((_peak(module, called, known) for called in instruction.called), key=_total, default=[])
+    return max((_peak(module, called, peaks) for called in instruction.called), key=_total, default=[])
 
 
 def _owners(module: HloModule, instructions: Sequence[Instruction]) -> dict[str, list[frozenset[_Id]]]:

@@ -109,10 +109,18 @@ def refused_memory(error: BaseException, sizes: dict[str, int]) -> MemoryPlan | 
     if total_and_limit is None:
         return None
     total, limit = total_and_limit
-    known = sizes["parameters"] + sizes["optimizer"] + sizes["inputs"]
-    rest = max(0, total - known)
+    arguments = sizes["parameters"] + sizes["optimizer"] + sizes["inputs"]
     return MemoryPlan(
-        sizes["parameters"], sizes["optimizer"], sizes["inputs"], 0, 0, rest, 0, sizes["host"], max(total, known), limit
+        sizes["parameters"],
+        sizes["optimizer"],
+        sizes["inputs"],
+        outputs=0,
+        activations=0,
+        temporaries=max(0, total - arguments),
+        code=0,
+        host=sizes["host"],
+        total=max(total, arguments),
+        limit=limit,
     )
 
 

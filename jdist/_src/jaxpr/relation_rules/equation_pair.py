@@ -295,21 +295,17 @@ class EquationPair:
                     low, high = (low, high + 1) if is_division and i else (low - 1, high)
         return max(low, -2), min(high, 2)
 
-    def group_of(self, local: int, single: int, known: set[str] = frozenset()) -> tuple[str, ...] | None:  # type: ignore[assignment]
-        """Returns the mesh axes along which a dim is split that has these sizes; None if they are not known."""
-        groups = self._groups_of(local, single, known)
+    def group_of(self, local: int, single: int) -> tuple[str, ...] | None:
+        """Returns the mesh axes along which a dim with these sizes is split; None if several groups of axes are possible."""
+        groups = self._groups_of(local, single)
         return groups[0] if len(groups) == 1 else None
 
-    def any_group_of(self, local: int, single: int, known: set[str]) -> tuple[str, ...] | None:
-        """Returns mesh axes along which a dim may be split that has these sizes: any will do if the value is constant."""
-        return next(iter(self._groups_of(local, single, known)), None)
+    def any_group_of(self, local: int, single: int, used_axes: set[str]) -> tuple[str, ...] | None:
+        """Returns unused mesh axes along which a dim with these sizes may be split, for a value that is constant along it."""
+        return next((axes for axes in self._groups_of(local, single) if used_axes.isdisjoint(axes)), None)
 
-    def _groups_of(self, local: int, single: int, known: set[str]) -> list[tuple[str, ...]]:
-        return [
-            axes
-            for axes in self.analysis.groups
-            if local and single == local * self.analysis.group_size(axes) and not set(axes) & known
-        ]
+    def _groups_of(self, local: int, single: int) -> list[tuple[str, ...]]:
+        return [axes for axes in self.analysis.groups if local and single == local * self.analysis.group_size(axes)]
 
 
 def number_of(atom: Any) -> float:

@@ -43,7 +43,7 @@ def broadcast(pair: EquationPair) -> list[AnyRelation]:
     for dim in range(len(local)):
         if dim in known or local[dim] == single[dim]:
             continue
-        axes = pair.any_group_of(local[dim], single[dim], known={a for s in result.splits for a in s.axes})
+        axes = pair.any_group_of(local[dim], single[dim], used_axes={a for s in result.splits for a in s.axes})
         copies = pair.group_of(single[dim], local[dim])
         if axes is None and copies and single[dim] == 1 and result.is_plain:
             result = result.replace(stack=(copies, dim))
