@@ -132,7 +132,7 @@ def _check_function(function: MappedFunction) -> FunctionCheck:
         except Exception as error:
             equivalences = [_unknown(error)] * len(function.results)
         rows = zip(function.results, replications, equivalences, strict=True)
-        results = tuple(ResultCheck(one.name, _placement(function, one), *verdicts) for one, *verdicts in rows)
+        results = tuple(ResultCheck(one.name, _placement(one), *verdicts) for one, *verdicts in rows)
     name = _PMAP_AXIS if "_internal_pmap_axis_name" in function.axes else None
     axes = {name or axis: size for axis, size in function.axes.items()}
     line = str(function.line) if function.line else ""
@@ -151,7 +151,7 @@ def _unknown(error: Exception) -> CheckVerdict:
     return CheckVerdict("unknown", (error_line(error),))
 
 
-def _placement(function: MappedFunction, result: Result) -> str:
+def _placement(result: Result) -> str:
     if result.splits:
         return ", ".join(f"split over {'+'.join(axes)}" for axes in result.splits.values())
     return "replicated" if result.replicated_over else "one per device"

@@ -123,7 +123,7 @@ class _Analysis(Interpreter[AnyRelation]):
         name = call_name(equation)
         pair = EquationPair(self, equation, single, operands)
         # A derivative of a call can have further operands and results: it is entered.
-        if name and call_name(single) == name and has_usual_operands(pair, *name):
+        if name and call_name(single) == name and has_usual_operands(pair, name[0]):
             return [pair.checked(result, number) for number, result in enumerate(marked_call(pair, *name))]
         return super().evaluate(jaxpr, equation, operands)
 

@@ -6,14 +6,14 @@ from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, inherited
 
 
-def has_usual_operands(pair: EquationPair, kind: str, *details: str) -> bool:
-    """Whether a call of jdist has the operands and results that jdist gave it."""
-    missing = 1 if kind == GUARD_CALL else 0
-    return kind in (APPROXIMATE_CALL, FINITE_CALL) or len(pair.operands) == len(pair.equation.outvars) + missing
+def has_usual_operands(pair: EquationPair, kind: str) -> bool:
+    """Whether a call of jdist has the operands and results that jdist gave it, as a derivative of the call may not."""
+    num_conditions = 1 if kind == GUARD_CALL else 0
+    return kind in (APPROXIMATE_CALL, FINITE_CALL) or len(pair.operands) == len(pair.equation.outvars) + num_conditions
 
 
 def marked_call(pair: EquationPair, kind: str, *details: str) -> list[AnyRelation]:
-    """A call of jdist whose result is known (`marks`), with the usual operands."""
+    """Returns the results of a call of jdist (`marks`) with the usual operands."""
     if kind == GUARD_CALL:
         return pair.operands[1:]
     if kind == FINITE_CALL:
