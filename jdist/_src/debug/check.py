@@ -196,7 +196,7 @@ def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict])
     sizes = {axis: size for axis, size in function.axes.items() if size > 1}
     if not sizes:
         return [CheckVerdict("equivalent", ("there is one device",))] * len(function.results)
-    # An operand per device has no relation. Any one is passed: the verdicts on results that depend on it are replaced below.
+    # The relation of an operand per device does not matter: verdicts on results that depend on it are replaced below.
     inputs = [_relation(operand.splits, sizes) for operand in function.operands]
     relations = relate(function.local, function.single, inputs, sizes)
     kinds: list[ResultKind] = [_kind(function, result) for result in function.results]

@@ -122,7 +122,7 @@ class _CountAnalysis(Interpreter[_Value]):
 
     Attributes:
         means: By the `id` of the equation and of the calls that contain it, each mean over the replicas: the equation that
-            divided its operand by a count, or None; and that of the mean.
+            divided its operand by a count, or None; and the equation of the mean.
     """
 
     def __init__(self, axes: frozenset[str], num_replicas: int):

@@ -46,7 +46,7 @@ def with_counterexamples(
     forms: Sequence[ResultForm],
     axis_sizes: Mapping[str, int],
 ) -> list[Verdict]:
-    """Returns verdicts of which those that are not `"equivalent"` take the evidence of random inputs into account.
+    """Returns the verdicts; each one that is not `"equivalent"` takes the evidence of random inputs into account.
 
     Args:
         verdicts: The verdict of the analysis on each output.

@@ -66,7 +66,7 @@ class Verdict:
         return self._cause.depth if self._cause else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the equations, of which only the lines are kept.
+        # With the lines in place of the equations.
         fields = self.name, self.reason, self.factor, self.fix, self.by_design, self.may_be_refuted
         return _restored, (fields, self.lines, self.place)
 

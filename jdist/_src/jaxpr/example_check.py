@@ -1,8 +1,8 @@
 """Checks on values with one entry per example: random numbers that all replicas share, and clipping of averaged gradients.
 
 An abstract interpretation of the traced function (`interpreter`) follows two sets of dims. A varying value has the dims that
-index the examples of a replica, from the data on. A replicated value has the dims along which it is random. Where
-both occur in one dim of a result, each replica combines its own examples with the same random numbers: one dropout mask, or
+index the examples of a replica, from the data on. A replicated value has the dims of its random numbers. Where both
+occur in one dim of a result, each replica combines its own examples with the same random numbers: one dropout mask, or
 one noise, for different examples. A sum over the examples removes the dim, so noise on gradients and on parameters is not
 reported: it has to be the same on all replicas.
 
@@ -30,7 +30,7 @@ class _Labels:
 
     Attributes:
         axes: The mesh axes along which it varies.
-        dims: Of a varying value, the dims that index examples; of a replicated value, the dims along which it is random.
+        dims: Of a varying value, the dims that index examples; of a replicated value, the dims of its random numbers.
         place: The line that drew a replicated value at random.
         is_reduced: Whether it was computed from gradients that were reduced over the replicas.
     """
@@ -194,7 +194,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
 
 
 def _join(*values: _Labels) -> _Labels:
-    """Returns the labels of a value that is one of `values`. If one varies, the dims are those of the varying values."""
+    """Returns the labels of a value that is one of `values`. If one varies, the dims of the varying values count."""
     axes = frozenset().union(*(value.axes for value in values))
     dims = NO_DIMS.union(*(value.dims for value in values if bool(value.axes) == bool(axes)))
     place = None if axes else next((value.place for value in values if value.place), None)

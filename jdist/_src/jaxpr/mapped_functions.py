@@ -32,8 +32,8 @@ class Operand:
     Attributes:
         name: The user's name for it: `batch['image']`.
         splits: The mesh axes that each dimension is split over.
-        per_device: The mesh axes along which each device has a value of its own that is not a part of a larger array: random
-            keys and numbers per device.
+        per_device: The mesh axes along which the operand has one value per device that is not a part of a larger array: random
+            keys and numbers.
     """
 
     name: str

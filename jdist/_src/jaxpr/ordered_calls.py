@@ -1,7 +1,8 @@
 """Host functions that a replica function calls, and the position of each call in the order of the program.
 
-XLA runs the callbacks of a program in any order, and those of several devices at the same time. The host sorts the calls by
-their positions. Positions are equal on all replicas, also where the replicas take other branches or numbers of iterations.
+XLA runs the callbacks of a program in any order, and the callbacks of several devices at the same time. The host sorts the
+calls by their positions. Positions are equal on all replicas, also where the replicas take other branches or numbers of
+iterations.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ WAITING_FOR_GROUP = REPLICATING_COLLECTIVES | primitive_names("all_to_all reduce
 # Primitives whose result depends on the device: a generator or a feed per device.
 PER_DEVICE = primitive_names("rng_uniform infeed")
 
-# Primitives that draw random numbers from a key, without any information besides the key.
+# Primitives that draw random numbers from a key.
 RANDOM_BITS = primitive_names("random_bits random_gamma rng_bit_generator")
 
 # Collectives over an axis of size one: those that return their operands, and those that only change the shape.

@@ -9,7 +9,7 @@ batch. A `Relation` states how the value of the one device is computed from the 
 * *Split over examples*: the batch, and values that are computed for each example alone.
 * *Partial sum*: each replica has the sum over its examples. A partial mean has the factor 1/N.
 
-A value without such a relation is `Lost`: it depends on the split, or nothing is known of it.
+A value without such a relation is `Lost`: it depends on the split, or the analysis has no rule.
 """
 
 import dataclasses
@@ -158,7 +158,7 @@ class Relation:
 
     @functools.cached_property
     def is_clean(self) -> bool:
-        """Whether the values are equal, and nothing else is known of them."""
+        """Whether the values are equal, without other properties."""
         return self.is_equal and not (self.is_zero or self.in_distribution or self.approximate or self.doubt != (0, 0))
 
     @functools.cached_property
@@ -201,13 +201,13 @@ class Lost:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing is known, so that it may be equal."""
+        """Whether the analysis has no result for it, so that it may be equal."""
         return self.reason in UNKNOWN_REASONS
 
 
 AnyRelation: TypeAlias = Relation | Lost
 
-# Reasons for which nothing is known: the value may be equal.
+# Reasons for which the analysis has no result: the value may be equal.
 UNKNOWN_REASONS = {
     "no rule": "there is no rule for an operation",
     "other program": "with the global batch the function is another program",

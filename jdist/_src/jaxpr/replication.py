@@ -3,7 +3,7 @@
 It is an abstract interpretation of the traced function (`interpreter`). For each value it computes the `Variation`: for each
 mesh axis along which the value may differ between replicas, the cause. A value without any is *replicated*.
 
-* Inputs vary as their placement says, constants are replicated, and the results of an equation vary as its operands do.
+* Inputs vary along the axes of their placement, constants are replicated, and the results of an equation vary as its operands.
 * A collective with the same result on every replica (`psum`, `pmax`, `pmin`, `all_gather`) removes its axes.
 * Any other equation that names an axis (`axis_index`, `ppermute`, `psum_scatter`, `all_to_all`, and primitives that JAX adds)
   adds that axis, and so does an effect that is not known to be harmless.

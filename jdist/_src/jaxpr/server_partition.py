@@ -3,7 +3,7 @@
 A worker reads the state once and computes gradients, while other workers update the state. The new value of a leaf has to be
 computed from its value at the time of the update, not from the value that the worker read: otherwise the updates in between
 would be lost. So the servers run every equation on the path from a state leaf to the new state that is behind the last
-collective, and the worker computes and sends what these equations need besides the state. An equation that both need, such as
+collective, and the worker computes and sends the other operands of these equations. An equation that both need, such as
 the split of a random key, is run by both.
 
 State leaves whose updates share arrays, as a parameter and its momentum, form a group, which is stored in one place. Scalars,
@@ -58,7 +58,7 @@ class ServerPartition(NamedTuple):
             does not change is a separate group.
         scalars: The scalar leaves that depend on no array of the state.
         overwritten: The numbers of the leaves whose new value the worker computes.
-        dependent: Those of them whose new value depends on the value that the worker read.
+        dependent: The overwritten leaves whose new value depends on the value that the worker read.
     """
 
     worker: JaxprPart

@@ -139,7 +139,7 @@ class _Call(Protocol):
 def note_arguments(call: _Call, num_replicas: int) -> Iterator[None]:
     """Adds a note to an error in the function of the user: its arguments, which are the part of one replica.
 
-    The shapes in such an error are those of the part, and the user wrote those of the global batch.
+    The shapes in such an error are the shapes of the part, and the user passed the shapes of the global batch.
     """
     try:
         yield

@@ -20,7 +20,7 @@ from jdist._src.jaxpr.replication import Input
 
 
 class DisjointSets:
-    """Disjoint sets of variables, which are merged: a union-find forest. Each variable starts in a set of its own."""
+    """Disjoint sets of variables, which are merged: a union-find forest. Each variable starts alone."""
 
     def __init__(self) -> None:
         self._parents: dict[Any, Any] = {}

@@ -54,7 +54,7 @@ _Id: TypeAlias = tuple[str, int]  # an instruction, and the number of an array i
 
 
 def _peak(module: HloModule, name: str, peaks: dict[str, list[_Sized]]) -> list[_Sized]:
-    """Returns the buffers of a computation at its peak, with those of the computations that it runs."""
+    """Returns the buffers of a computation and of the computations that it runs, at its peak."""
     if name in peaks:
         return peaks[name]
     instructions = list(module.computations[name].values())

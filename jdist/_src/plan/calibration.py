@@ -30,8 +30,8 @@ class Calibration:
 
     Attributes:
         kind: The kind of the devices.
-        devices: Their number.
-        hardware: Their rates: those of the manufacturer, or measured ones where these are unknown.
+        devices: The number of the devices.
+        hardware: The rates of the devices: from the manufacturer, or measured where these are unknown.
         predicted: The seconds of a step according to the model.
         measured: The median of the measured seconds of a step.
         steps: The number of measured steps.

@@ -81,7 +81,7 @@ def argument_sizes(strategy: Strategy, state: PyTree, inputs: Sequence[PyTree]) 
 def compiled_memory(
     compiled: jax.stages.Compiled, sizes: dict[str, int], peak: Iterable[Buffer], limit: int | None
 ) -> MemoryPlan:
-    """Returns the memory of a compiled step. `sizes` are those of its arguments, `peak` its temporary buffers."""
+    """Returns the memory of a compiled step. `sizes` are the bytes of its arguments, `peak` its temporary buffers."""
     stats: Any = compiled.memory_analysis()
     arguments, temporary = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     outputs = max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)

@@ -41,7 +41,7 @@ class Variant(NamedTuple):
         name: See `Remedy`.
         strategy: Its strategy.
         inputs: Its inputs.
-        options: Options of its gradients, None for those of the step.
+        options: Options of its gradients, None for the options of the step.
         note: See `Remedy`.
     """
 
@@ -91,6 +91,6 @@ def _sharded_variants(strategy: Strategy, inputs: Sequence[PyTree]) -> Iterator[
 
 
 def _data_mesh(mesh: Mesh) -> Mesh:
-    """Returns a mesh over the same devices, whose axes can be those of a batch."""
+    """Returns a mesh over the same devices, with names of axes that a batch can be split over."""
     names = ("data",) if len(mesh.axis_names) == 1 else tuple(f"data_{i}" for i in range(len(mesh.axis_names)))
     return Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)

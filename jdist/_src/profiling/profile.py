@@ -191,7 +191,7 @@ class Profile:
         )
 
     def _of_all_processes(self, part: ProfileSummary) -> ProfileSummary:
-        """Returns the summary of all processes, given that of this process; only the latter if a process posts nothing."""
+        """Returns the summary of all processes, given the part of this process; only this part if others post nothing."""
         if self._exchange is None:
             return part
         self._deadline = time.monotonic() + _OTHERS_SECONDS

@@ -324,5 +324,5 @@ def shifted_dim(dim: int, removed: Sequence[int]) -> int:
 
 
 def ordered_offset(offset: Iterable[tuple[str, tuple[float, ...]]]) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    """Returns an offset in the order of the axes, without those of zeros, so that equal offsets compare as equal."""
+    """Returns an offset in the order of the axes, without axes of zeros, so that equal offsets compare as equal."""
     return tuple(sorted((axis, numbers) for axis, numbers in offset if any(numbers)))
