@@ -10,5 +10,6 @@ Read `interpreter` first: it has the rules of calls and control flow, for every 
   `server_partition` and `table_rows` split a step for an update on the host or on parameter servers.
 * Descriptions for reports and errors: `mapped_functions`, `program_fingerprint`, `collective_lines` and `trace_errors`.
 
-`primitives` and `marks` have the names of the primitives, values and calls that these modules recognize.
+`primitives` and `marks` have the names of the primitives, values and calls that these modules recognize, and `causes` the
+chains of operations that explain a result.
 """

@@ -28,13 +28,14 @@ from jax import core
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
+from jdist._src.jaxpr.causes import Cause
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
 from jdist._src.jaxpr.marks import call_name
 from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair
 from jdist._src.jaxpr.relation_rules.loops import accumulated, with_first_dim, without_first_dim
 from jdist._src.jaxpr.relation_rules.marked_calls import has_usual_operands, marked_call
 from jdist._src.jaxpr.relation_rules.table import ELEMENTWISE, RULES
-from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split
+from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Lost, Relation, Site, Split
 
 
 def relate(local: Any, single: Any, inputs: Sequence[AnyRelation], axis_sizes: Mapping[str, int]) -> list[AnyRelation]:

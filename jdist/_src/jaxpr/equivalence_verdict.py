@@ -8,21 +8,22 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from jdist._src.core import source_lines
+from jdist._src.jaxpr.causes import lines_of_places, shortened
 from jdist._src.jaxpr.collective_lines import collective_name
 from jdist._src.jaxpr.marks import REDUCE_CALL, call_name
 from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
 from jdist._src.jaxpr.relations import (
     UNKNOWN_REASONS,
     AnyRelation,
-    Cause,
     Lost,
     Relation,
     Site,
+    SiteCause,
     Split,
     is_close,
     may_be_one,
 )
-from jdist._src.jaxpr.replication import batch_norm_fix, lines_of_places, shortened
+from jdist._src.jaxpr.replication import batch_norm_fix
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
 ResultKind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
@@ -47,7 +48,7 @@ class Verdict:
     fix: str = ""
     by_design: bool = False
     may_be_refuted: bool = False
-    _cause: Cause | None = dataclasses.field(default=None, repr=False, compare=False)
+    _cause: SiteCause | None = dataclasses.field(default=None, repr=False, compare=False)
     _begin: Site | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
@@ -190,7 +191,7 @@ def _of_lost(lost: Lost, axes: tuple[str, ...]) -> Verdict:
     return Verdict("not equivalent", reason, None, fix, is_design, _cause=lost.cause, _begin=lost.begin)
 
 
-def _lines(cause: Cause | None) -> tuple[str, ...]:
+def _lines(cause: SiteCause | None) -> tuple[str, ...]:
     """Returns the chain of causes, with one line per place in the user's code or in a library other than jdist."""
     if cause is None:
         return ()

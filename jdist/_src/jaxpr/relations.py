@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jdist._src.core import source_lines
 from jdist._src.core.jax_compat import Equation
+from jdist._src.jaxpr.causes import Cause
 
 
 class Site(NamedTuple):
@@ -39,26 +40,7 @@ class Site(NamedTuple):
         return self.equation.primitive.name
 
 
-class Cause(NamedTuple):
-    """An equation, and the causes of the operand that made it matter: the end of a chain.
-
-    Attributes:
-        site: The equation.
-        parent: The cause before it, or None.
-        depth: The number of causes before it.
-    """
-
-    site: Site
-    parent: "Cause | None" = None
-    depth: int = 0
-
-    def chain(self) -> list[Site]:
-        """Returns the equations from the first to this one."""
-        sites, cause = [], self
-        while cause is not None:
-            sites.append(cause.site)
-            cause = cause.parent
-        return sites[::-1]
+SiteCause: TypeAlias = Cause[Site]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +110,7 @@ class Relation:
     approximate: str = ""
     zero_test: "Relation | None" = dataclasses.field(default=None, compare=False, repr=False)
     doubt: tuple[int, int] = (0, 0)
-    origin: Cause | None = dataclasses.field(default=None, compare=False)
+    origin: SiteCause | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def split(cls, splits: Mapping[int, tuple[str, ...]]) -> "Relation":
@@ -193,7 +175,7 @@ class Lost:
     """
 
     reason: str
-    cause: Cause | None = dataclasses.field(default=None, compare=False)
+    cause: SiteCause | None = dataclasses.field(default=None, compare=False)
     begin: Site | None = dataclasses.field(default=None, compare=False)
     factor: float | None = dataclasses.field(default=None, compare=False)
 

@@ -20,9 +20,8 @@ is split along an axis varies along it. The results are one value per replica ag
 """
 
 import contextlib
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jax import core
@@ -30,6 +29,7 @@ from jax import core
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
+from jdist._src.jaxpr.causes import Cause, lines_of_places, shortened
 from jdist._src.jaxpr.interpreter import (
     Function,
     Interpreter,
@@ -60,29 +60,8 @@ class Input(NamedTuple):
     axes: tuple[str, ...]
 
 
-class Cause(NamedTuple):
-    """Why a value may vary between replicas: the end of the shortest chain from where the variation begins.
-
-    Attributes:
-        site: The input of the program, or the equation, that began the variation or propagated it.
-        parent: The cause of the operand that it was propagated from; None where the variation begins.
-        depth: The number of causes before this one.
-    """
-
-    site: "Input | Equation"
-    parent: "Cause | None" = None
-    depth: int = 0
-
-    def chain(self) -> list["Cause"]:
-        """Returns the causes from where the variation begins to this one."""
-        causes, cause = [], self
-        while cause is not None:
-            causes.append(cause)
-            cause = cause.parent
-        return causes[::-1]
-
-
-Variation: TypeAlias = dict[str, Cause]  # mesh axis -> why the value may vary along it
+VariationCause: TypeAlias = Cause[Input | Equation]
+Variation: TypeAlias = dict[str, VariationCause]  # mesh axis -> why the value may vary along it
 REPLICATED: Variation = {}
 
 
@@ -147,9 +126,9 @@ def may_vary(program: Any, inputs: Sequence[bool], axes: Sequence[str]) -> list[
     return list(map(bool, outputs))
 
 
-def explain_cause(cause: Cause) -> str:
+def explain_cause(cause: VariationCause) -> str:
     """Returns the chain of causes as text, with one line per place in the user's code."""
-    start, *sites = [link.site for link in cause.chain()]
+    start, *sites = cause.chain()
     if not isinstance(start, Input):
         sites.insert(0, start)
     places = [
@@ -161,26 +140,9 @@ def explain_cause(cause: Cause) -> str:
     return "\n    -> ".join(shortened([*lines, *lines_of_places(places)], 8))
 
 
-def lines_of_places(places: Iterable[tuple[source_lines.Frame, str]]) -> list[str]:
-    """Returns a line for each place in the user's code, given the place and the name of each operation in order."""
-    lines = []
-    for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
-        names = list(dict.fromkeys(name for _, name in group))
-        operations = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
-        lines.append(f"{operations} at {place} in {place.function}")
-    return lines
-
-
-def shortened(lines: Sequence[str], limit: int) -> list[str]:
-    """Returns `limit` lines at most: the first ones, the number of those that are left out, and the last two."""
-    if len(lines) <= limit:
-        return list(lines)
-    return [*lines[: limit - 3], f"... {len(lines) - limit + 1} more places ...", *lines[-2:]]
-
-
-def fix_for(cause: Cause, axes: Sequence[str]) -> str:
+def fix_for(cause: VariationCause, axes: Sequence[str]) -> str:
     """Returns advice for a value that varies for this reason over these mesh axes, and should be replicated."""
-    start, *others = [link.site for link in cause.chain()]
+    start, *others = cause.chain()
     sites = [site for site in others if isinstance(site, Equation)]
     if any(source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
         return _ACCUMULATED_FIX
@@ -275,7 +237,7 @@ class _Analysis(Interpreter[Variation]):
 
     def run_inputs(self, program: Jaxpr, inputs: Sequence[Input]) -> list[Variation]:
         """Returns the variation of each output of `program`."""
-        variations = [{axis: Cause(one) for axis in one.axes} for one in inputs]
+        variations: list[Variation] = [{axis: Cause(one) for axis in one.axes} for one in inputs]
         return self.run(program, [REPLICATED] * len(program.constvars), variations)
 
     def constant(self, value: Any) -> Variation:

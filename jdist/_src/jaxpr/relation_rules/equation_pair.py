@@ -9,13 +9,14 @@ import numpy as np
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Literal
+from jdist._src.jaxpr.causes import Cause
 from jdist._src.jaxpr.relations import (
     ZERO,
     AnyRelation,
-    Cause,
     Lost,
     Relation,
     Site,
+    SiteCause,
     Split,
     inherited,
     is_close,
@@ -95,7 +96,7 @@ class EquationPair:
         first, second = self.equation.invars
         return not isinstance(first, Literal) and first is second
 
-    def cause(self, *operands: AnyRelation) -> Cause:
+    def cause(self, *operands: AnyRelation) -> SiteCause:
         """Returns the cause of a result that begins here, or where an operand became a partial value."""
         parent = next((value.origin for value in operands if isinstance(value, Relation) and value.origin), None)
         return Cause(self.analysis.site(self.equation), parent, parent.depth + 1 if parent else 0)
