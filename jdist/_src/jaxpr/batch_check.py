@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, ReplicatedBatchWarning
 from jdist._src.core.jax_compat import Jaxpr
-from jdist._src.jaxpr.replication import Input, find_reductions, warn_once
+from jdist._src.jaxpr.replication import Input, find_sums, warn_once
 
 
 def warn_of_replicated_batch(
@@ -34,8 +34,8 @@ def warn_of_replicated_batch(
         return
     if_split = [Input(one.name, tuple(axes) if batch else ()) for one, batch in zip(inputs, is_batch, strict=True)]
     try:
-        sums = find_reductions(program, inputs, axes)
-        sums_if_split = find_reductions(program, if_split, axes)
+        sums = find_sums(program, inputs, axes)
+        sums_if_split = find_sums(program, if_split, axes)
     except DivergentCollectiveError:  # only of the split batch: a predicate depends on it
         return
     replicated = [equation for key, (equation, varies) in sums.items() if not varies and sums_if_split[key][1]]

@@ -96,7 +96,7 @@ def prove(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> list[
     return outputs
 
 
-def find_reductions(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
+def find_sums(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
     """Returns the sums over `axes` in `program`, by the `id` of the equation, each with whether an operand may vary.
 
     Raises:
