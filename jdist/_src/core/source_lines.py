@@ -135,6 +135,12 @@ def caller_frame(frame: FrameType | None = None) -> Frame | None:
     return None
 
 
+def caller_text(frame: FrameType | None = None) -> str:
+    """Returns the line of `caller_frame` for messages: " (`next(batches)` at loader.py:88)"; empty if there is none."""
+    caller = caller_frame(frame)
+    return f" ({code_at(caller)})" if caller else ""
+
+
 def warn_at_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line of user code on the call stack."""
     frame = caller_frame()
