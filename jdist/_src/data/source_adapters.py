@@ -16,7 +16,13 @@ from jdist._src.data.array_rows import STACK_EXAMPLES
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
 from jdist._src.data.shuffle import ExampleOrder
-from jdist._src.data.source_iterators import CallableIterable, is_instance, read_again, restart_each_epoch, samplers
+from jdist._src.data.source_iterators import (
+    CallableIterable,
+    is_instance,
+    one_shot_advice,
+    restart_each_epoch,
+    samplers,
+)
 from jdist._src.data.sources import (
     Arrays,
     Columns,
@@ -91,7 +97,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
         if batches and is_instance(source, "datasets", "IterableDataset"):
             elements = start
             start = lambda epoch, first: map(columns_as_arrays, elements(epoch, first))
-        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead, read_again=read_again(source))
+        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead, one_shot=one_shot_advice(source))
     if callable(source) and _makes_elements(source):
         _refuse_shuffle(shuffle, "is a generator function")
         return Stream(restart_each_epoch(CallableIterable(source, _as_elements)), batches, reuses_buffers=True)

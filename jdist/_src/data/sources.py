@@ -27,7 +27,7 @@ class Stream:
         endless: Whether the stream is infinite, and so without a partial batch.
         repeatable: Whether an epoch that is read again has the same order.
         reads_ahead: Whether the source reads ahead with its own threads or processes.
-        read_again: If the stream can be read only once, its class and the advice to pass another one; for messages.
+        one_shot: If the stream can be read only once, its class and the advice to pass another one; for messages.
         advice: The last sentence of the message for a batch whose leaves do not have rows.
     """
 
@@ -38,7 +38,7 @@ class Stream:
     endless: bool = False
     repeatable: bool = True
     reads_ahead: bool = False
-    read_again: tuple[str, str] | None = None
+    one_shot: tuple[str, str] | None = None
     advice: str = "If it is an example, not a batch, pass the number of examples per batch: `batch_size=64`"
 
 

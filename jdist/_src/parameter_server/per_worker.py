@@ -10,7 +10,7 @@ import numpy as np
 from jdist._src.core.arguments import function_name
 from jdist._src.core.tree import PyTree, describe_type
 from jdist._src.data.dataset import DistributedDataset
-from jdist._src.data.source_iterators import read_again
+from jdist._src.data.source_iterators import one_shot_advice
 from jdist._src.parameter_server.closure_queue import result_of
 from jdist._src.parameter_server.worker_index import Worker, get_current_worker_index
 
@@ -202,7 +202,7 @@ def _start_function(source: Any) -> Callable[[], Iterator[Any]]:
         if source.is_one_shot:
             raise ValueError(f"The data set can be read only once, and every worker reads it. {_SOURCES}")
         return lambda: iter(source.reshuffled(get_current_worker_index()))
-    if kind_and_advice := read_again(source):
+    if kind_and_advice := one_shot_advice(source):
         kind, advice = kind_and_advice
         raise ValueError(f"The source is a {kind}, which can be read only once, and every worker reads it. {advice}")
     if isinstance(source, (str, bytes, tuple, Mapping, np.ndarray, jax.Array)):
