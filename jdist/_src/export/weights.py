@@ -36,7 +36,7 @@ from jdist._src.core.optional_import import optional_import
 from jdist._src.core.paths import as_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.core.version import __version__
-from jdist._src.export.tensor_files import BYTE_DTYPES, DTYPES, INDEX_SUFFIX, KEYS, StoredTensor, read_tensors
+from jdist._src.export.tensor_files import BYTE_DTYPES, DTYPES, INDEX_SUFFIX, RANDOM_KEYS, StoredTensor, read_tensors
 from jdist._src.replica.context import require_cross_replica_context
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.array_checks import check_array
@@ -282,7 +282,7 @@ def file_writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
         name: np.asarray(to_bytes(array) if name in without_dtype else array, order="C")
         for name, array in arrays.items()
     }
-    metadata = {"jdist": __version__, "format": "np"} | ({KEYS: json.dumps(keys)} if keys else {})
+    metadata = {"jdist": __version__, "format": "np"} | ({RANDOM_KEYS: json.dumps(keys)} if keys else {})
     metadata |= {BYTE_DTYPES: json.dumps(without_dtype)} if without_dtype else {}
 
     def write(path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.checkpoint.checkpointer import Checkpointer, newest_step
+from jdist._src.checkpoint.checkpointer import Checkpointer, latest_step
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.data.dataset import DistributedDataset
@@ -57,7 +57,7 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
             check_not_deleted(name, leaf)
     if resume is not None:
         with _opened(resume) as checkpointer:
-            step = newest_step(checkpointer)
+            step = latest_step(checkpointer)
             if step is not None:
                 like = state if make is None else jax.eval_shape(make)
                 step = None if checkpointer.fallback else step
