@@ -214,10 +214,12 @@ class _BatchReader:
             source = config.source
             if isinstance(source, Files):
                 shard, shards = (0, 1) if config.own_source else (part.shard, begin.shards)
-                batches = config.batch_size is None
-                source = stream_of_files(source, batches, config.shuffle, config.seed, shard, shards, config.buckets)
+                are_batches = config.batch_size is None
+                source = stream_of_files(
+                    source, are_batches, config.shuffle, config.seed, shard, shards, config.buckets
+                )
             if isinstance(source, Stream):
-                first = begin.batch * (batches_per_block if source.batches else part.size)
+                first = begin.batch * (batches_per_block if source.are_batches else part.size)
                 compares = self._share.num_pipelines > 1 and begin.shards == 1 and not config.own_source
                 reader = StreamReader(
                     source, begin.epoch, first, batches_per_block, begin.source, config.buckets, compares
@@ -316,7 +318,7 @@ class _BatchReader:
 def _batched_elements_warning(config: InputConfig, rows: PyTree) -> str | None:
     """Returns a warning if the examples of a source look like batches: the first dimension of every leaf is the batch size."""
     size, source = config.batch_size, config.source
-    are_batches = isinstance(source, Stream) and source.batches
+    are_batches = isinstance(source, Stream) and source.are_batches
     if size is None or are_batches or isinstance(source, Arrays):
         return None
     if any(leaf.ndim < 2 or leaf.shape[1] != size for leaf in jax.tree.leaves(rows)):

@@ -126,7 +126,7 @@ class InputConfig:
         if isinstance(source, Files):
             return f"{len(source.paths):,} files"
         if isinstance(source, Stream):
-            return f"{'endless' if source.endless else 'a'} stream of {'batches' if source.batches else 'examples'}"
+            return f"{'endless' if source.endless else 'a'} stream of {'batches' if source.are_batches else 'examples'}"
         return f"{len(source):,} examples"
 
 

@@ -21,7 +21,7 @@ class Stream:
 
     Attributes:
         start: Returns an iterator of the elements of an epoch, given the epoch and the index of the first element.
-        batches: Whether an element is a batch, not an example.
+        are_batches: Whether the elements are batches, not examples.
         batch_size: The number of examples per batch, where the source reports it.
         reuses_buffers: Whether the source may overwrite the memory of earlier batches.
         endless: Whether the stream is infinite, and so without a partial batch.
@@ -32,7 +32,7 @@ class Stream:
     """
 
     start: Callable[[int, int], Iterator[Any]]
-    batches: bool
+    are_batches: bool
     batch_size: int | None = None
     reuses_buffers: bool = False
     endless: bool = False
