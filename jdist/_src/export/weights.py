@@ -223,11 +223,16 @@ def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
 
 
 def check_saved_leaves(tree: PyTree, has_jax_dtypes: bool = False) -> None:
-    """Raises an error if a leaf of `tree` cannot be saved. Uses no collectives: it may fail on one process of several.
+    """Checks that all leaves of `tree` can be saved. Uses no collectives: it may fail on one process of several.
 
     Args:
         tree: Arrays and numbers, some in wrappers.
         has_jax_dtypes: Whether the leaves are saved with the dtypes of JAX.
+
+    Raises:
+        ValueError: Two leaves have the same name, or a leaf was donated to a step.
+        TypeError: A leaf is not an array, or safetensors does not have its dtype.
+        ImportError: safetensors is not installed.
     """
     _import_safetensors()
     for name, leaf in leaves_by_name(tree).items():
