@@ -5,6 +5,7 @@ python docs/pictures.py
 
 import pathlib
 
+import guide_pictures
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,6 +225,9 @@ PICTURES = (
     timeline_pictures.profile_parts,
     timeline_pictures.elastic,
     timeline_pictures.asynchronous_dispatch,
+    guide_pictures.trainer,
+    guide_pictures.export_formats,
+    guide_pictures.ddp_and_jdist,
 )
 
 if __name__ == "__main__":

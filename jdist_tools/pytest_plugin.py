@@ -45,9 +45,18 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Returns the line of the header: the number of devices, and the setting that is not used."""
     if (count := config.stash.get(_DEVICES, None)) is None:
         return None
+    return f"jdist: {count} CPU devices (jdist_devices){_unused_flag(count)}"
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Repeats the line of the header with `-q`, which hides the header, if a setting is not used."""
+    if config.get_verbosity() < 0 and (line := pytest_report_header(config)) and "XLA_FLAGS" in line:
+        terminalreporter.write_line(line)
+
+
+def _unused_flag(count: int) -> str:
     flag = _XLA_FLAG.search(os.environ.get("XLA_FLAGS", ""))
-    unused = f"; `{flag[0]}` in XLA_FLAGS is not used" if flag and int(flag[1]) != count else ""
-    return f"jdist: {count} CPU devices (jdist_devices){unused}"
+    return f"; `{flag[0]}` in XLA_FLAGS is not used" if flag and int(flag[1]) != count else ""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jdist import callbacks
-from jdist._src.callbacks.rows import FACTS
+from jdist._src.callbacks.rows import EVENT_COLUMNS
 from jdist._src.training.events import as_callbacks
 
 from laws import each_row
@@ -108,7 +108,7 @@ def test_column_that_appears_later_is_empty_before(tmp_path):
     path = tmp_path / "log.csv"
     _run(callbacks.CSVLog(path, every=3), validation=lambda epoch: {"loss": 5.0} if epoch else None)
     assert [row["val_loss"] for row in _rows(path)] == ["", "", "", "5.0"]
-    assert path.read_text().splitlines()[0] == ",".join([*FACTS, "loss", "val_loss"])
+    assert path.read_text().splitlines()[0] == ",".join([*EVENT_COLUMNS, "loss", "val_loss"])
     _run(callbacks.CSVLog(path), start=6, epochs=3, validation=lambda epoch: {"late": 1.0})
     assert [row["val_late"] for row in _rows(path)] == ["", "", "", "", "1.0"]
 

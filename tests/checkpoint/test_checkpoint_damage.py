@@ -13,7 +13,7 @@ import pytest
 
 import jdist
 from jdist._src.checkpoint.checkpointer import Checkpointer
-from jdist._src.checkpoint.manifest import signed, to_text
+from jdist._src.checkpoint.manifest import to_text, with_fingerprint
 from jdist._src.checkpoint.storage import CheckpointError
 
 from laws import STRATEGIES
@@ -61,7 +61,7 @@ def change_fingerprint(run):
     path = run / "3/manifest/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["leaves"][0].update(fingerprint=123)
-    path.write_text(to_text(signed(manifest)))
+    path.write_text(to_text(with_fingerprint(manifest)))
 
 
 @pytest.mark.parametrize("change, step, message", [

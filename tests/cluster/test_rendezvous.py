@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jdist._src.cluster import rendezvous
-from jdist._src.cluster.rendezvous import Participant, meet, split_address
+from jdist._src.cluster.rendezvous import Participant, compare_processes, split_address
 from jdist._src.core.connections import json_line, read_lines
 
 from laws import each_row
@@ -31,9 +31,9 @@ def results(port, *participants, timeout=30):
     def attempt(participant):
         try:
             if participant.index == 0:
-                rendezvous._Host("127.0.0.1", port, "127.0.0.1", participant).run(time.monotonic() + timeout)
+                rendezvous._Coordinator("127.0.0.1", port, "127.0.0.1", participant).run(time.monotonic() + timeout)
             else:
-                rendezvous._attend("127.0.0.1", port, participant, timeout)
+                rendezvous._connect_to_process_0("127.0.0.1", port, participant, timeout)
         except RuntimeError as error:
             return str(error)
         return None
@@ -49,21 +49,21 @@ def participant(index, count, **changes):
 def test_all_processes_meet(port):
     address = f"127.0.0.1:{port}"
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        list(pool.map(lambda index: meet(address, index, 5, 30, "127.0.0.1"), [3, 1, 0, 4, 2]))
+        list(pool.map(lambda index: compare_processes(address, index, 5, 30, "127.0.0.1"), [3, 1, 0, 4, 2]))
 
 
 def test_a_process_that_ends_early_is_replaced(port, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_PROGRESS_SECONDS", 0.1)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 30, "127.0.0.1")
+        host = pool.submit(compare_processes, f"127.0.0.1:{port}", 0, 3, 30, "127.0.0.1")
         with contextlib.closing(connected(port)) as ended:
             lines = read_lines(ended)
             next(lines)
             ended.sendall(json_line(dataclasses.asdict(participant(1, 3))))
             while rendezvous.json.loads(next(lines))["missing"] != [2]:
                 pass
-        again = pool.submit(meet, f"127.0.0.1:{port}", 1, 3, 30)
-        meet(f"127.0.0.1:{port}", 2, 3, 30)
+        again = pool.submit(compare_processes, f"127.0.0.1:{port}", 1, 3, 30)
+        compare_processes(f"127.0.0.1:{port}", 2, 3, 30)
         again.result()
         host.result()
 
@@ -107,10 +107,10 @@ def test_two_processes_0_get_one_error_and_so_does_a_process_that_waits(port, mo
     def attempt(index):
         try:
             if index == 1:
-                rendezvous._attend("127.0.0.1", port, participant(1, 3), 30)
+                rendezvous._connect_to_process_0("127.0.0.1", port, participant(1, 3), 30)
             else:
                 time.sleep(delay if index else 0)
-                host = rendezvous._Host(*address, participant(0, 3, pid=index + 1))
+                host = rendezvous._Coordinator(*address, participant(0, 3, pid=index + 1))
                 host.run(time.monotonic() + 30)
         except RuntimeError as error:
             return str(error)
@@ -124,10 +124,10 @@ def test_two_processes_0_get_one_error_and_so_does_a_process_that_waits(port, mo
 
 
 def test_process_0_that_cannot_reach_its_address_waits_for_the_others(port):
-    host = rendezvous._Host("unknown.invalid", port, "127.0.0.1", participant(0, 2))
+    host = rendezvous._Coordinator("unknown.invalid", port, "127.0.0.1", participant(0, 2))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         joined = pool.submit(host.run, time.monotonic() + 30)
-        rendezvous._attend("127.0.0.1", port, participant(1, 2), 30)
+        rendezvous._connect_to_process_0("127.0.0.1", port, participant(1, 2), 30)
         joined.result()
 
 
@@ -142,11 +142,11 @@ def test_unreachable_process_0_is_an_error_with_the_reason(port):
     with pytest.raises(
         RuntimeError, match=rf"Process 1 \(on .*\) could not reach process 0 at 127\.0\.0\.1:{port} within 1 s"
     ):
-        meet(f"127.0.0.1:{port}", 1, 2, 0.6)
+        compare_processes(f"127.0.0.1:{port}", 1, 2, 0.6)
     with pytest.raises(
         RuntimeError, match=r"could not reach process 0 at unknown\.invalid:1 within 1 seconds: .*known"
     ):
-        meet("unknown.invalid:1", 1, 2, 0.6)
+        compare_processes("unknown.invalid:1", 1, 2, 0.6)
 
 
 @pytest.mark.slow
@@ -168,25 +168,25 @@ def test_another_program_at_the_port_is_an_error(port, monkeypatch, answer):
         thread.start()
         problem = "did not answer within" if answer is None else "answered, but not as process 0"
         with pytest.raises(RuntimeError, match=rf"Process 1 cannot join: a program at .*{problem}.*choose another one"):
-            meet(f"127.0.0.1:{port}", 1, 2, 30)
+            compare_processes(f"127.0.0.1:{port}", 1, 2, 30)
         thread.join()
         with pytest.raises(
             RuntimeError,
             match="this is process 0, which listens there: another program, or another process 0, already accepts",
         ):
-            meet(f"127.0.0.1:{port}", 0, 2, 30, "127.0.0.1")
+            compare_processes(f"127.0.0.1:{port}", 0, 2, 30, "127.0.0.1")
 
 
 def test_port_without_permission_or_of_another_socket_is_an_error():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))  # without SO_REUSEPORT: the port is not shared
         with pytest.raises(RuntimeError, match=r"listens there: .*in use.*Choose another port"):
-            meet(f"127.0.0.1:{other.getsockname()[1]}", 0, 2, 5, "127.0.0.1")
+            compare_processes(f"127.0.0.1:{other.getsockname()[1]}", 0, 2, 5, "127.0.0.1")
 
 
 def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(port, caplog):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        host = pool.submit(meet, f"127.0.0.1:{port}", 0, 2, 30, "127.0.0.1")
+        host = pool.submit(compare_processes, f"127.0.0.1:{port}", 0, 2, 30, "127.0.0.1")
         for data in (
             b"PRI * HTTP/2.0\r\n",
             b'{"index": 1}\n',
@@ -196,7 +196,7 @@ def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(por
                 stranger.sendall(data)
                 while stranger.recv(1000):  # until process 0 closes the connection
                     pass
-        meet(f"127.0.0.1:{port}", 1, 2, 30)
+        compare_processes(f"127.0.0.1:{port}", 1, 2, 30)
         host.result()
     assert [record.message for record in caplog.records] == [
         f"A program that does not use jdist connected to process 0 at port {port}."
@@ -205,7 +205,7 @@ def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(por
 
 @pytest.mark.slow
 def test_waiting_processes_warn(port, monkeypatch, caplog):
-    for name in ("_FIRST_WARNING_SECONDS", "_WARNING_SECONDS", "_NOTICE_SECONDS"):
+    for name in ("_FIRST_WARNING_SECONDS", "_WARNING_SECONDS", "_PROGRESS_SECONDS"):
         monkeypatch.setattr(rendezvous, name, 0.1)
     results(port, participant(0, 3), participant(1, 3), timeout=5)
     messages = "\n".join(record.message for record in caplog.records)
@@ -213,7 +213,7 @@ def test_waiting_processes_warn(port, monkeypatch, caplog):
     assert f"Process 1 waits at 127.0.0.1:{port} for the processes [2]." in messages
     caplog.clear()
     with pytest.raises(RuntimeError, match="could not reach"):
-        meet(f"127.0.0.1:{port}", 1, 2, 0.5)
+        compare_processes(f"127.0.0.1:{port}", 1, 2, 0.5)
     assert "Process 1 has tried for 0 seconds to reach process 0" in caplog.records[0].message
 
 

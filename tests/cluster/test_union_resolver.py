@@ -78,5 +78,7 @@ def test_evaluator_of_a_cluster_is_accepted():
 
 def test_resolver_without_all_addresses_is_an_error():
     environ = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"}
-    with pytest.raises(ValueError, match=r"Argument 1 of `UnionResolver` knows the addresses of 1 of its 4 processes"):
+    with pytest.raises(
+        ValueError, match=r"Argument 1 of `UnionResolver` contains the addresses of 1 of its 4 processes"
+    ):
         UnionResolver(workers(["c:1"]), EnvironmentClusterResolver(environ=environ))

@@ -139,8 +139,11 @@ def test_program_that_exits(run):
 
 def test_function_that_raises(run):
     text = "import jax\ndef step(x): raise KeyError('missing')\ndef check(): return [(step, (1.0,))]"
-    status, _, errors = run(text, "train.py")
+    status, output, errors = run(text, "train.py")
     assert status == 1 and "KeyError: 'missing'" in errors and "step could not be traced" in errors
+    assert output == ""
+    status, output, _ = run(text, "train.py", "--json")
+    assert status == 1 and json.loads(output) == {"findings": 0, "functions": []}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from jdist._src.cluster.resolution import resolve_each
 from jdist._src.cluster.resolver import ClusterNotFoundError
-from jdist._src.command_line import checks
+from jdist._src.command_line import doctor_checks
 from jdist._src.command_line.main import main
 from jdist._src.core.version import __version__
 
@@ -29,7 +29,7 @@ def test_report_as_json_has_a_result_per_check_and_the_environment(capsys):
 
 
 def test_problems_are_lines_with_advice_and_the_exit_status_is_1(capsys, monkeypatch):
-    monkeypatch.setattr(checks, "check_collective", lambda environ: checks.Check("collective", "omitted"))
+    monkeypatch.setattr(doctor_checks, "check_collective", lambda environ: doctor_checks.Check("collective", "omitted"))
     monkeypatch.setenv("XLA_FLAGS", "--xla_tpu_absent=true")  # JAX ends the process that reads it
     monkeypatch.setenv("TF_CONFIG", "{")
     assert main(["doctor"]) == 1
@@ -50,22 +50,22 @@ def test_problems_are_lines_with_advice_and_the_exit_status_is_1(capsys, monkeyp
 
 def test_versions_that_do_not_fit_are_problems():
     versions = {"jdist": "1.0", "jax": "0.12.0", "jaxlib": "0.12.0", "python": "3.12.1"}
-    assert checks.check_versions(versions) == (
+    assert doctor_checks.check_versions(versions) == (
         "versions",
         "jdist 1.0, jax 0.12.0, jaxlib 0.12.0, python 3.12.1",
         "",
         (),
     )
-    assert checks.check_versions(versions | {"jax-cuda13-plugin": "0.12.0.post1"}).status == "ok"
-    plugin = checks.check_versions(versions | {"jax-cuda13-plugin": "0.11.2"})
+    assert doctor_checks.check_versions(versions | {"jax-cuda13-plugin": "0.12.0.post1"}).status == "ok"
+    plugin = doctor_checks.check_versions(versions | {"jax-cuda13-plugin": "0.11.2"})
     assert plugin.detail.endswith("jax-cuda13-plugin 0.11.2")
     assert plugin.advice.endswith('must have the same version: `python -m pip install -U "jax[cuda13]==0.12.0"`.')
-    assert checks.check_versions(versions | {"jax": "0.9.1"}).advice.startswith("jdist needs jax >= 0.10.2: ")
+    assert doctor_checks.check_versions(versions | {"jax": "0.9.1"}).advice.startswith("jdist needs jax >= 0.10.2: ")
 
 
 def test_accelerator_that_jax_does_not_use_is_a_problem(tmp_path):
     devices = {"platform": "cpu", "kinds": {"cpu": 2}}
-    result = lambda environ: checks.check_devices(devices, environ, str(tmp_path))
+    result = lambda environ: doctor_checks.check_devices(devices, environ, str(tmp_path))
     (tmp_path / "nvidiactl").touch()
     assert result({}) == ("devices", "2 x cpu (platform cpu)", "", ())
     (tmp_path / "accel0").touch()
@@ -76,8 +76,8 @@ def test_accelerator_that_jax_does_not_use_is_a_problem(tmp_path):
 
 
 def test_environment_of_a_program_that_does_not_start_is_an_error(monkeypatch):
-    monkeypatch.setattr(checks, "_START_SECONDS", 0.01)
-    report = checks.read_environment(os.environ)
+    monkeypatch.setattr(doctor_checks, "_START_SECONDS", 0.01)
+    report = doctor_checks.read_environment(os.environ)
     assert report["devices"]["error"].startswith("JAX did not start within 0.01 seconds. Another process may use")
 
 
@@ -95,7 +95,7 @@ def test_environment_of_a_program_that_does_not_start_is_an_error(monkeypatch):
     ],
 )
 def test_flags_that_are_not_read_are_problems(environ, detail, advice):
-    check = checks.check_flags(environ)
+    check = doctor_checks.check_flags(environ)
     assert check.detail == detail and check.advice.startswith(advice)
     assert check.status == ("problem" if advice else "ok")
 
@@ -103,35 +103,35 @@ def test_flags_that_are_not_read_are_problems(environ, detail, advice):
 def test_cpu_quota_below_the_number_of_threads_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     (tmp_path / "cpu.max").write_text("200000 100000")
-    check = checks.check_cores({}, str(tmp_path))
+    check = doctor_checks.check_cores({}, str(tmp_path))
     assert re.fullmatch(
         r"2 usable of \d+: the container has a CPU quota, but XLA starts 8 threads", check.detail
     ) and check.advice == ("Set NPROC=2.")
-    assert checks.check_cores({"NPROC": "2"}, str(tmp_path)).status == "ok"
+    assert doctor_checks.check_cores({"NPROC": "2"}, str(tmp_path)).status == "ok"
 
 
 def test_little_shared_memory_is_a_problem(tmp_path, monkeypatch):
-    assert checks.check_shared_memory(str(tmp_path)).status == "ok"
-    assert checks.check_shared_memory("/absent").detail == "/absent does not exist on this system"
+    assert doctor_checks.check_shared_memory(str(tmp_path)).status == "ok"
+    assert doctor_checks.check_shared_memory("/absent").detail == "/absent does not exist on this system"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    check = checks.check_shared_memory(str(tmp_path))
+    check = doctor_checks.check_shared_memory(str(tmp_path))
     assert check.detail == f"64 MiB free in {tmp_path}" and "docker run --shm-size=8g" in check.advice
 
 
 def test_resolver_that_matched_is_shown_with_the_reasons_of_the_others():
     environ = {"JDIST_COORDINATOR_ADDRESS": "h:1", "JDIST_NUM_PROCESSES": "4", "JDIST_PROCESS_ID": "3"}
-    check = checks.check_cluster(resolve_each(environ))
+    check = doctor_checks.check_cluster(resolve_each(environ))
     assert (check.status, check.detail) == ("ok", "EnvironmentClusterResolver: process 3 of 4, coordinator h:1")
     assert "TFConfigClusterResolver: TF_CONFIG is not set." in check.notes[0]
-    check = checks.check_cluster({"A": ClusterNotFoundError("no A"), "B": ValueError("bad B")})
+    check = doctor_checks.check_cluster({"A": ClusterNotFoundError("no A"), "B": ValueError("bad B")})
     assert check == ("cluster", "the settings of B are not valid", "bad B", ("A: no A", "B: bad B"))
-    assert checks.check_cluster({}).detail == "none: this program runs alone"
+    assert doctor_checks.check_cluster({}).detail == "none: this program runs alone"
 
 
 def test_coordinator_that_cannot_be_used_is_a_problem(monkeypatch):
     def check(address, process_id):
         resolver = SimpleNamespace(coordinator_address=address, process_id=process_id)
-        result = checks.check_coordinator(resolver)
+        result = doctor_checks.check_coordinator(resolver)
         return result.status, result.detail, result.advice
 
     with socket.socket() as probe:
@@ -158,6 +158,6 @@ def test_coordinator_that_cannot_be_used_is_a_problem(monkeypatch):
 
 def test_collective_that_fails_is_a_problem_with_the_end_of_its_output(tmp_path):
     (tmp_path / "jax.py").write_text("raise RuntimeError('no JAX')")
-    check = checks.check_collective({**os.environ, "PYTHONPATH": str(tmp_path)})
+    check = doctor_checks.check_collective({**os.environ, "PYTHONPATH": str(tmp_path)})
     assert check.status == "problem" and check.detail.endswith(" of 2 failed: exit status 1")
     assert check.notes[-1] == "RuntimeError: no JAX"

@@ -14,7 +14,7 @@ import pytest
 from jdist._src.command_line.main import main
 from jdist._src.command_line.run_options import add_arguments, set_number_of_processes
 from jdist._src.launch.output import PrefixedLines, failure_text
-from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
+from jdist._src.launch.variables import divisible_gpus, process_variables, usable_cores
 
 from launchers import COMMAND, PROCESS, ROOT, children_of, is_running, read_until, wait_until_ended
 
@@ -372,7 +372,7 @@ def test_usable_cores_are_those_of_the_affinity_and_of_the_quota(tmp_path):
 def test_gpus_are_divided_over_the_processes_if_jax_can_use_them(tmp_path, monkeypatch):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    shares = lambda environ, *counts: gpu_shares(environ, *counts, str(tmp_path))
+    shares = lambda environ, *counts: divisible_gpus(environ, *counts, str(tmp_path))
     assert shares({}, 2, None) is None  # JAX's plugin is not installed
     (tmp_path / "jax_cuda13_plugin.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

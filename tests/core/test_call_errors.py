@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jdist
-from jdist import callbacks, data, hlo, testing
+from jdist import callbacks, data, hlo, sync, testing
 
 from laws import each_row
 
@@ -188,6 +188,41 @@ CALLS = {
         lambda: trainer().evaluate(fit(steps=1), (X, X[:, 0]), batch_size=4),
         TypeError,
         "got Fit. Write `fit.state`.",
+    ),
+    "base class": (
+        lambda: jdist.Strategy(),
+        TypeError,
+        "`Strategy`: missing a required argument: 'backend'. Call it as `Strategy(backend, ",
+    ),
+    "advice of the base class": (
+        lambda: jdist.Strategy(),
+        TypeError,
+        "This is the base class. Write `jdist.MirroredStrategy()`, or another strategy.",
+    ),
+    "policy": (
+        lambda: sync.diloco(),
+        TypeError,
+        "`diloco`: missing a required argument: 'optimizer'. Call it as `diloco(optimizer, outer_optimizer=None, *, every, reduction=None)`.",
+    ),
+    "argument of a policy": (
+        lambda: sync.local_sgd(optax.sgd(0.1), steps=8),
+        TypeError,
+        "`local_sgd` has no argument `steps`. Its arguments are `optimizer`, `every`.",
+    ),
+    "name of a variant": (
+        lambda: testing.variants("mirrored"),
+        TypeError,
+        "`variants` takes these arguments by name: `one_device=`, `mirrored=`, `sharded=`, `central=`. Write `variants(mirrored=2)`.",
+    ),
+    "optimizer of Keras": (
+        lambda: jdist.Trainer(((lambda key, x: x), (lambda w, x: x)), type("Adam", (), {})(), optax.squared_error),
+        TypeError,
+        "Adam object>. Write `optimizer=optax.adam(1e-3)`.",
+    ),
+    "callback of Lightning": (
+        lambda: fit(callbacks=[type("StochasticWeightAveraging", (), {})()]),
+        TypeError,
+        "StochasticWeightAveraging object>. The name `StochasticWeightAveraging`: write `jdist.callbacks.EMA(0.99)`.",
     ),
     "callback of Keras": (
         lambda: fit(callbacks=[type("EarlyStopping", (), {})()]),

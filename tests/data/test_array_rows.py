@@ -94,14 +94,14 @@ def test_description_of_a_row_names_each_leaf():
 def test_integers_in_32_bits_are_equal_or_refused(array):
     limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
     fits = all(limits.min <= int(x) <= limits.max for x in array)
-    for check in (array_rows.check_ranges, array_rows.to_32_bits):
+    for check in (array_rows.check_ranges, array_rows.canonicalize_dtypes):
         if fits:
             check({"x": array})
         else:
             with pytest.raises(ValueError, match=r"source\['x'\] holds -?\d+, which is out of the range of u?int32\."):
                 check({"x": array})
     if fits:
-        narrow = array_rows.to_32_bits({"x": array})["x"]
+        narrow = array_rows.canonicalize_dtypes({"x": array})["x"]
         assert narrow.dtype == limits.dtype
         assert narrow.tolist() == array.tolist()
 
@@ -110,12 +110,12 @@ def test_integers_in_32_bits_are_equal_or_refused(array):
 @hypothesis.given(hnp.arrays(np.float64, st.integers(0, 6)))
 def test_floats_in_32_bits_equal_jax(array):
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(array_rows.to_32_bits([array])[0], array.astype(np.float32))
+        np.testing.assert_array_equal(array_rows.canonicalize_dtypes([array])[0], array.astype(np.float32))
 
 
 def test_32_bit_leaves_are_returned_unchanged():
     tree = {"x": np.zeros(2, np.float32), "y": np.zeros(2, np.uint8)}
-    assert array_rows.to_32_bits(tree) is tree
+    assert array_rows.canonicalize_dtypes(tree) is tree
 
 
 def test_warning_names_float64_leaves_with_dtype_and_shape():

@@ -69,7 +69,7 @@ def test_batches_weights_and_positions_are_those_without_the_cache(size, remaind
 
 
 def test_position_continues_with_and_without_the_cache_and_on_other_replicas(two, monkeypatch):
-    monkeypatch.setattr(device_cache, "_GROUP", 4)
+    monkeypatch.setattr(device_cache, "_MAX_GROUP", 4)
     plain, cached = _pair(two, size=7, remainder="pad", epochs=3)
     number = lambda elements: [
         np.asarray(batch["number"].tree).ravel()[np.asarray(weights.tree).ravel() > 0].tolist()
@@ -136,7 +136,7 @@ def test_batches_are_ordinary_values_in_any_order(two):
 
 
 def test_steps_transfer_nothing_and_compile_once(two, monkeypatch):
-    monkeypatch.setattr(device_cache, "_GROUP", 2)
+    monkeypatch.setattr(device_cache, "_MAX_GROUP", 2)
     for dataset in (_pair(two, epochs=3), _pair(two, epochs=3)):
         _, cached = dataset
         one, three = two.step(_train), two.step(_train, steps_per_call=2)
@@ -155,7 +155,7 @@ def test_steps_transfer_nothing_and_compile_once(two, monkeypatch):
 
 @pytest.mark.parametrize("name", among(STRATEGIES_AND_VIRTUAL, "mirrored_8", "sharded_4"))
 def test_one_program_gathers_a_group_without_communication(name, monkeypatch):
-    monkeypatch.setattr(device_cache, "_GROUP", 3)
+    monkeypatch.setattr(device_cache, "_MAX_GROUP", 3)
     texts, gather = [], device_cache._gather
 
     def compiled(*args):
@@ -173,7 +173,7 @@ def test_one_program_gathers_a_group_without_communication(name, monkeypatch):
 @pytest.mark.parametrize("name", among(STRATEGIES_AND_VIRTUAL, "mirrored_3", "sharded_4", "virtual_5"))
 def test_several_steps_take_batches_stacked(name, monkeypatch):
     """A call takes unread batches as one array per leaf, in one signature: all in a group or not, in any order, with weights."""
-    monkeypatch.setattr(device_cache, "_STACKED_GROUP", 4)
+    monkeypatch.setattr(device_cache, "_MAX_STACKED", 4)
     gathered, gather = [], device_cache._gather_stacked
     monkeypatch.setattr(device_cache, "_gather_stacked", lambda *args: gathered.append(args) or gather(*args))
     strategy = STRATEGIES_AND_VIRTUAL[name]()

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jdist
 
@@ -427,15 +428,111 @@ def test_trainer_is_equivalent_by_construction(steps):
     assert len(fit.proof.equivalent) == len(fit.proof.replicated) + len(fit.proof.per_replica)
 
 
-def test_batch_norm_of_a_trainer_without_an_axis_warns_on_its_line():
-    trainer = jdist.Trainer(Classifier(normalized=True), optax.sgd(1e-2), LOSS, strategy=STRATEGIES["mirrored_2"]())
-    line = inspect.getsourcelines(Classifier.__call__)[1] + 4
+class NnxClassifier(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.dense, self.norm, self.head = (
+            nnx.Linear(5, 8, rngs=rngs),
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Linear(8, 3, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return self.head(self.norm(self.dense(x)))
+
+
+def keras_classifier(keras):
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((5,)), layers.Dense(8), layers.BatchNormalization(name="norm"), layers.Dense(3)]
+    )
+
+
+# The model, the leaf of the layer, the line of the layer after the first one of the function, and the fix.
+NORMALIZED = {
+    "linen": (
+        lambda request: Classifier(normalized=True),
+        "state.model_state['batch_stats']['BatchNorm_0']['var']",
+        (Classifier.__call__, 4),
+        'Write `BatchNorm(..., axis_name="replica")`.',
+    ),
+    "nnx": (
+        lambda request: NnxClassifier(),
+        "state.model_state['norm']['var']",
+        (NnxClassifier.__call__, 1),
+        'Write `BatchNorm(..., axis_name="replica")`.',
+    ),
+    "keras": (
+        lambda request: keras_classifier(request.getfixturevalue("keras")),
+        "state.model_state['sequential/norm/moving_variance']",
+        None,
+        "Keras has no `synchronized=True` on JAX. Use `jdist.ShardedStrategy()`, whose one replica normalizes the global batch, "
+        "or another layer, such as `GroupNormalization`.",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, leaf, line, fix", NORMALIZED.values(), ids=NORMALIZED)
+def test_batch_norm_of_a_trainer_warns_once_and_names_the_layer_and_the_fix(make, leaf, line, fix, request):
+    """The step is traced twice: the last batch is padded."""
+    trainer = jdist.Trainer(make(request), optax.sgd(1e-2), LOSS, strategy=STRATEGIES["mirrored_2"]())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(DATA, batch_size=6, epochs=1, progress="off")
-    found = [one for one in caught if one.category is jdist.NotEquivalentWarning]
-    assert {(one.filename, one.lineno) for one in found} == {(__file__, line)}
-    assert '`BatchNorm(..., axis_name="replica")`' in str(found[0].message)
+        fit = trainer.fit(DATA, batch_size=8, epochs=1, progress="off")
+        call_line = inspect.currentframe().f_lineno - 1
+    assert fit.steps == 3
+    (found,) = [one for one in caught if one.category is jdist.NotEquivalentWarning]
+    line = call_line if line is None else inspect.getsourcelines(line[0])[1] + line[1]
+    assert (found.filename, found.lineno) == (__file__, line)
+    first, *others = str(found.message).splitlines()
+    assert first.startswith(f"{leaf} of `train` on 2 replicas is not what one device computes from the global batch: ")
+    assert "batch normalization uses the statistics of each replica's part of the batch" in first
+    assert first.endswith("The running statistics are averaged over the replicas.")
+    ignore = 'If this is intended: `warnings.simplefilter("ignore", jdist.NotEquivalentWarning)`.'
+    assert others == [f"  {fix}", f"  {ignore}"]
+    lines = [line for verdict in fit.proof.equivalence.values() for line in verdict.lines]
+    assert lines and not any("jdist/_src" in line for line in lines)
+
+
+def test_batch_norm_of_equinox_over_both_axes_does_not_warn():
+    eqx = pytest.importorskip("equinox")
+
+    class Net(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        head: eqx.nn.Linear
+
+        def __call__(self, x, state):
+            x, state = self.norm(x, state)
+            return self.head(x), state
+
+    found = {}
+    for axis in ("batch", ("batch", "replica")):
+        make = lambda axis=axis: Net(
+            eqx.nn.BatchNorm(5, axis, mode="batch"), eqx.nn.Linear(5, 3, key=jax.random.key(0))
+        )
+        trainer = jdist.Trainer(
+            eqx.nn.make_with_state(make)(), optax.sgd(0.1), LOSS, strategy=STRATEGIES["mirrored_2"]()
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(DATA, batch_size=6, progress="off")
+        found[axis] = [str(one.message) for one in caught if one.category is jdist.NotEquivalentWarning]
+    assert found.pop(("batch", "replica")) == []
+    ((message,),) = found.values()
+    assert "batch normalization uses the statistics of each replica's part of the batch, at" in message
+    assert 'Write `BatchNorm(..., axis_name=("batch", "replica"))`.' in message and len(message.splitlines()) == 3
+
+
+def test_keras_batch_norm_under_the_sharded_strategy_equals_one_device(keras):
+    """The fix of the warning."""
+    model, states = keras_classifier(keras), []
+    sharded = jdist.ShardedStrategy(mesh=jax.sharding.Mesh(jax.devices()[:2], ("data",)))
+    for strategy in (sharded, jdist.OneDeviceStrategy("cpu:0")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", jdist.NotEquivalentWarning)
+            fit = jdist.Trainer(model, optax.sgd(0.1), LOSS, strategy=strategy).fit(DATA, batch_size=6, progress="off")
+        states.append(jdist.read_values((fit.state.params, fit.state.model_state)))
+    chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
 
 
 def test_large_step_is_compared_without_arrays():

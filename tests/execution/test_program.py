@@ -672,6 +672,13 @@ def test_memory_in_two_leaves_of_a_child_at_the_address_of_a_dropped_one_is_refu
     assert not pair[0].is_deleted()
 
 
+def test_dir_of_a_step_has_the_names_for_users(two):
+    step = two.step(lambda state: (state, None))
+    assert {"lower", "proof", "__wrapped__"} <= set(dir(step))
+    internal = {"backend", "call", "forget_arguments", "on_trace", "options"}
+    assert not internal & set(dir(step)) and all(hasattr(step, name) for name in internal)
+
+
 def test_deleted_array_in_two_leaves_of_a_state_is_refused(two):
     """As if one device had already reused the memory."""
     w = two.put(jnp.ones(3))

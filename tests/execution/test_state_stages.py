@@ -108,6 +108,23 @@ def test_step_that_does_not_return_a_pair_raises(fn, got, two):
         two.step(fn)(_state(two))
 
 
+def test_step_that_changes_several_objects_and_returns_none_is_answered_with_its_signature(two):
+    """As a function of `nnx.jit` does."""
+
+    def train_step(model, optimizer, metrics, batch):
+        pass
+
+    message = (
+        r"returned None\. The state is the first argument, `model`\. A step that changes several arguments takes them as one "
+        r"tuple: `def train_step\(state, batch\)` with `model, optimizer, metrics = state`, which returns "
+        r"`\(\(model, optimizer, metrics\), None\)`\."
+    )
+    with pytest.raises(TypeError, match=message):
+        two.step(train_step)(_state(two), 1.0, 2.0, 3.0)
+    with pytest.raises(TypeError, match=r"returned None\. A step without outputs returns `\(state, None\)`\."):
+        two.step(lambda state, x, y: None)(_state(two), 1.0, 2.0)
+
+
 def test_strongly_typed_state_has_no_weak_types():
     state = strongly_typed({"f": 1.0, "n": 2, "b": True, "x": np.float32(3), "weak": jnp.asarray(1.0), "none": None})
     assert [jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(state)] == [False] * 5

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdist._src.jaxpr.counterexamples import Read, confirmed
+from jdist._src.jaxpr.counterexamples import ResultForm, with_counterexamples
 from jdist._src.jaxpr.equivalence import relate
 from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, verdict_of
 from jdist._src.jaxpr.relations import REPLICATED, Relation
@@ -33,14 +33,14 @@ class Case:
     def __init__(self, seed):
         self.seconds = collections.Counter()
         self.program = program = random_program(seed)
-        self.log, whole_log = [], []
+        self.log, single_log = [], []
         start = time.perf_counter()
-        self.local, self.whole = program.trace(program.num_replicas, self.log), program.trace(1, whole_log)
-        assert self.log == whole_log, f"the traces of seed {seed} differ"
+        self.local, self.single = program.trace(program.num_replicas, self.log), program.trace(1, single_log)
+        assert self.log == single_log, f"the traces of seed {seed} differ"
         traced = time.perf_counter()
         sizes = {AXIS: program.num_replicas}
         inputs = [REPLICATED] * REPLICATED_INPUTS + [Relation.split({0: (AXIS,)})] * BATCHES
-        self.relations = relate(self.local, self.whole, inputs, sizes)
+        self.relations = relate(self.local, self.single, inputs, sizes)
         varying = may_vary(self.local, [False] * REPLICATED_INPUTS + [True] * BATCHES, (AXIS,))
         outputs = [
             (output, kind)
@@ -50,11 +50,13 @@ class Case:
         self.verdicts = {}
         for output, kind in outputs:
             verdict = verdict_of(self.relations[output], kind, sizes, kind == "replicated")
-            reads = [Read(kind if i == output else "replicated") for i in range(len(varying))]
+            forms = [ResultForm(kind if i == output else "replicated") for i in range(len(varying))]
             verdicts = [verdict if i == output else EQUIVALENT for i in range(len(varying))]
-            self.verdicts[output, kind] = confirmed(verdicts, self.local, self.whole, inputs, reads, sizes)[output]
+            self.verdicts[output, kind] = with_counterexamples(verdicts, self.local, self.single, inputs, forms, sizes)[
+                output
+            ]
         analyzed = time.perf_counter()
-        self.comparison = Comparison(program, self.local, self.whole)
+        self.comparison = Comparison(program, self.local, self.single)
         self.seconds.update(trace=traced - start, analysis=analyzed - traced, run=time.perf_counter() - analyzed)
 
     def problems(self):

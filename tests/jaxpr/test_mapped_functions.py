@@ -1,4 +1,4 @@
-"""`record_mapped_functions`: the functions that a program maps over devices, for one device and as a whole."""
+"""`record_mapped_functions`: the functions that a program maps over devices, for one device and for a single device."""
 
 import functools
 
@@ -69,8 +69,8 @@ def test_shard_map():
     assert function.operands == (Operand("params['w']"), Operand("x", BATCH))
     assert [result.name for result in function.results] == ["output[0]['w']", "output[1]"]
     assert all(result.replicated_over == ("data",) for result in function.results)
-    assert shapes(function.local) == [(3,), (2, 3)] and shapes(function.whole) == [(3,), (8, 3)]
-    assert primitives(function.local) == primitives(function.whole)
+    assert shapes(function.local) == [(3,), (2, 3)] and shapes(function.single) == [(3,), (8, 3)]
+    assert primitives(function.local) == primitives(function.single)
     assert not function.reason and not function.checked_by_jax
     assert __file__.endswith(function.definition.rpartition(":")[0])
 
@@ -114,7 +114,7 @@ def test_new_function_objects_of_the_same_program_are_recorded_once():
 def test_scan():
     mapped = mapped_step()
     function = one(lambda params, xs: lax.scan(mapped, params, xs), PARAMS, jnp.ones((5, 8, 3)))
-    assert shapes(function.whole) == [(3,), (8, 3)]
+    assert shapes(function.single) == [(3,), (8, 3)]
 
 
 def test_two_axes():
@@ -127,7 +127,7 @@ def test_two_axes():
     assert [dict(operand.splits) for operand in function.operands] == [BATCH, {1: ("model",)}, {0: ("model",)}]
     assert function.results[0].replicated_over == ("model",) and dict(function.results[0].splits) == BATCH
     assert function.checked_by_jax
-    assert shapes(function.local) == [(4, 4), (4, 3), (3, 4)] and shapes(function.whole) == [(8, 4), (4, 6), (6, 4)]
+    assert shapes(function.local) == [(4, 4), (4, 3), (3, 4)] and shapes(function.single) == [(8, 4), (4, 6), (6, 4)]
 
 
 def test_dimension_that_is_split_over_two_axes():
@@ -146,16 +146,16 @@ def test_captured_values_are_the_first_operands_of_both():
 
     function = one(outer, jnp.ones(8))
     assert [operand.name for operand in function.operands] == ["captured value 0", "captured value 1", "y"]
-    assert shapes(function.local) == [(8,), (3,), (2,)] and shapes(function.whole) == [(8,), (3,), (8,)]
+    assert shapes(function.local) == [(8,), (3,), (2,)] and shapes(function.single) == [(8,), (3,), (8,)]
 
 
-def test_axis_size_and_number_of_devices_are_one_in_the_whole():
+def test_axis_size_and_number_of_devices_are_one_for_a_single_device():
     def normalized(x):
         return x / (lax.axis_size("data") * jax.device_count() * jax.local_device_count())
 
     mapped = jax.shard_map(normalized, mesh=mesh(data=4), in_specs=P("data"), out_specs=P("data"))
     function = one(mapped, X)
-    assert "256" in str(function.local) and "256" not in str(function.whole)
+    assert "256" in str(function.local) and "256" not in str(function.single)
     assert jax.device_count() == 8
 
 
@@ -174,13 +174,13 @@ def test_nested_shard_maps():
         ("outer", {"data": 2}),
         ("inner", {"model": 2}),
     ]
-    assert [shapes(function.whole) for function in functions] == [[(8, 4)], [(4, 4)]]
+    assert [shapes(function.single) for function in functions] == [[(8, 4)], [(4, 4)]]
 
 
 def test_function_with_a_fixed_batch_size():
     mapped = jax.shard_map(lambda x: x.reshape(2, 3).sum(), mesh=mesh(data=4), in_specs=P("data"), out_specs=P(), check_vma=False)  # fmt: skip
     function = one(mapped, X)
-    assert function.whole is None and function.local is not None
+    assert function.single is None and function.local is not None
     assert "cannot be traced for the global shapes: TypeError: cannot reshape" in function.reason
 
 
@@ -232,7 +232,7 @@ def test_mesh_in_the_context():
     with jax.set_mesh(mesh(data=4)):
         mapped = jax.shard_map(lambda x: x * lax.axis_size("data"), in_specs=P("data"), out_specs=P("data"))
         function = one(mapped, X)
-    assert shapes(function.whole) == [(8, 3)], function.reason
+    assert shapes(function.single) == [(8, 3)], function.reason
 
 
 def test_explicit_mesh():
@@ -241,7 +241,7 @@ def test_explicit_mesh():
         x = jax.device_put(X, P("data"))
         function = one(jax.jit(jax.shard_map(lambda x: x * 2, out_specs=P("data"))), x)
     assert function.operands == (Operand("x", BATCH),)
-    assert function.whole is None or shapes(function.whole) == [(8, 3)]
+    assert function.single is None or shapes(function.single) == [(8, 3)]
 
 
 # --- pmap
@@ -268,7 +268,7 @@ def test_pmap_of_a_train_step():
     assert by_name["state['params']['w']"].axes == ()
     assert by_name["batch['x']"] == Operand("batch['x']", {0: ("batch",)})
     assert [result.replicated_over for result in function.results] == [("batch",)] * 4 + [()]
-    assert shapes(function.local)[-1] == (2, 3) and shapes(function.whole)[-1] == (8, 3)
+    assert shapes(function.local)[-1] == (2, 3) and shapes(function.single)[-1] == (8, 3)
 
 
 def test_pmap_that_was_called_before():
@@ -331,7 +331,7 @@ def test_pmap_with_static_and_donated_arguments():
 
 def test_pmap_with_another_mapped_dimension():
     function = one(jax.pmap(lambda x: x.sum(), in_axes=1), jnp.ones((2, 4, 3)))
-    assert shapes(function.local) == [(2, 3)] and shapes(function.whole) == [(8, 3)]
+    assert shapes(function.local) == [(2, 3)] and shapes(function.single) == [(8, 3)]
 
 
 # --- jit

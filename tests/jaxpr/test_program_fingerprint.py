@@ -68,7 +68,7 @@ def test_constant_names_the_line_that_uses_it():
     table = jnp.arange(3.0)
     program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * table))(1.0)
     (constant,) = constants_of(program)
-    assert constant.spec == "float32[3]" and constant.crc == crc_of(np.arange(3.0, dtype=np.float32))
+    assert constant.dtype_and_shape == "float32[3]" and constant.crc == crc_of(np.arange(3.0, dtype=np.float32))
     assert "test_program_fingerprint.py:" in constant.place
 
 

@@ -64,19 +64,19 @@ class Sizes(NamedTuple):
         replicas: The number of replicas in this trace.
         batch: The number of examples per replica in this trace.
         local_batch: The number of examples per replica if there are several replicas.
-        whole_batch: The number of examples of all replicas.
+        global_batch: The number of examples of all replicas.
     """
 
     replicas: int
     batch: int
     local_batch: int
-    whole_batch: int
+    global_batch: int
 
     def of(self, dim: int | str) -> int:
         if not isinstance(dim, str):
             return dim
         base, *factors = dim.split("*")
-        size = {"b": self.batch, "n": self.replicas, "g": self.whole_batch, "b/m": self.batch // self.micro_batches}[
+        size = {"b": self.batch, "n": self.replicas, "g": self.global_batch, "b/m": self.batch // self.micro_batches}[
             base
         ]
         return size * math.prod(map(int, factors))
@@ -104,8 +104,8 @@ class Program(NamedTuple):
 
     def sizes(self, replicas: int) -> Sizes:
         """Returns the sizes of the trace of `replicas` replicas."""
-        whole = self.num_replicas * self.batch
-        return Sizes(replicas, whole // replicas, self.batch, whole)
+        examples = self.num_replicas * self.batch
+        return Sizes(replicas, examples // replicas, self.batch, examples)
 
     def function(self, replicas: int, log: list[str] | None = None) -> Callable[..., tuple[jax.Array, ...]]:
         """Returns the function that runs on each of `replicas` replicas: `num_replicas`, or one with the global batch."""
@@ -131,7 +131,7 @@ class Program(NamedTuple):
     def inputs(self, samples: int, seed: int) -> list[np.ndarray]:
         """Returns random inputs `[sample, ...]` and batches `[sample, example, ...]`."""
         rng = np.random.default_rng((self.seed, seed))
-        whole = self.num_replicas * self.batch
+        examples = self.num_replicas * self.batch
         # Of different scales, so that the branches of comparisons are all taken.
         scales = rng.choice([0.3, 0.6, 0.9], size=samples)
         normal = lambda *shape: np.clip(
@@ -142,10 +142,10 @@ class Program(NamedTuple):
             normal(FEATURES, CLASSES),
             normal(),
             normal(CLASSES),
-            normal(whole, FEATURES) + 0.3 * normal(1, 1),
-            normal(whole) + 0.3 * normal(1),
-            rng.integers(0, CLASSES, size=(samples, whole)).astype(np.int32),
-            rng.random((samples, whole)) < rng.choice([0.15, 0.5, 0.8], size=(samples, 1)),
+            normal(examples, FEATURES) + 0.3 * normal(1, 1),
+            normal(examples) + 0.3 * normal(1),
+            rng.integers(0, CLASSES, size=(samples, examples)).astype(np.int32),
+            rng.random((samples, examples)) < rng.choice([0.15, 0.5, 0.8], size=(samples, 1)),
         ]
 
     def trace(self, replicas: int, log: list[str] | None = None):
@@ -371,7 +371,7 @@ def op_linear(b: Builder):
         return a._replace(array=-a.array, role={"max": "min", "min": "max"}.get(a.role, a.role))
     if kind == "divide":
         return a._replace(array=a.array / number, bound=a.bound / abs(number))
-    size = b.one_of([sizes.batch, sizes.local_batch, sizes.whole_batch, sizes.replicas])
+    size = b.one_of([sizes.batch, sizes.local_batch, sizes.global_batch, sizes.replicas])
     return a._replace(array=a.array / size, role="mean" if a.role == "sum" else a.role)
 
 
@@ -1431,10 +1431,10 @@ class Comparison:
     A result is read as "replicated", as "split" along its first dim, or as the "sum" or the "mean" of the values of the replicas.
     """
 
-    def __init__(self, program: Program, local: Any, whole: Any):
-        """`local` and `whole` are the traces of `program` for its number of replicas, and for one."""
+    def __init__(self, program: Program, local: Any, single: Any):
+        """`local` and `single` are the traces of `program` for its number of replicas, and for one."""
         self._program = program
-        self._programs = [(n, self._batched(trace, n)) for n, trace in ((program.num_replicas, local), (1, whole))]
+        self._programs = [(n, self._batched(trace, n)) for n, trace in ((program.num_replicas, local), (1, single))]
         self._results: dict[Any, Any] = {}
 
     def error(

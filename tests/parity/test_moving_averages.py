@@ -84,7 +84,7 @@ def test_ma7_average_on_the_host_of_per_replica_values_is_an_error_until_they_ar
     values = two.put(jdist.PerReplica(np.float32([1, 2])))
     with pytest.raises(
         TypeError,
-        match=r"is not defined for PerReplica\(float32\[2\]\), whose values are stored on several devices.*`strategy\.reduce`",
+        match=r"is not defined for PerReplica\(\[1\., 2\.\], dtype=float32\), whose values are stored on several devices.*`strategy\.reduce`",
     ):
         _average(value.read(), values)
     averaged = value.assign(_average(value.read(), two.reduce("mean", values, axis=None)))

@@ -104,7 +104,7 @@ def test_ru15_result_of_a_host_value_is_the_same_on_each_replica(strategy):
 
 
 def test_ru16_arithmetic_of_per_replica_on_the_host_is_an_error(two):
-    message = r"is not defined for PerReplica\(float32\[2\]\), whose values are .*`strategy\.run\(fn, \(value,\)\)`"
+    message = r"is not defined for PerReplica\(\[1\., 2\.\], dtype=float32\), whose values are .*`strategy\.run\(fn, \(value,\)\)`"
     for add in (lambda x: x + jnp.float32(1), lambda x: jnp.float32(1) + x, jnp.asarray, np.asarray):
         with pytest.raises(TypeError, match=message):
             add(two.run(lambda x: x, (jdist.PerReplica(np.float32([1, 2])),)))

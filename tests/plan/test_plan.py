@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jdist
-from jdist._src.plan.sizes import of_size
+from jdist._src.plan.sizes import with_num_devices
 
 from planned_steps import all_reduce_bytes, batch_of, make_step, mesh_of, shape
 
@@ -390,12 +390,12 @@ def test_mesh_whose_other_axes_do_not_divide_a_size_is_named():
     with pytest.raises(
         ValueError, match=r"6 devices cannot form a mesh like 'data' 2 x 'model' 4: use a multiple of 4"
     ):
-        of_size(strategy, 6)
+        with_num_devices(strategy, 6)
 
 
 def test_strategy_that_has_one_size_is_named():
     with pytest.raises(ValueError, match=r"devices of a OneDeviceStrategy \(1\) cannot be chosen. Pass strategies"):
-        of_size(jdist.OneDeviceStrategy(), 2)
+        with_num_devices(jdist.OneDeviceStrategy(), 2)
 
 
 def test_step_that_cannot_be_traced_from_shapes_names_its_line():

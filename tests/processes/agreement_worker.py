@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdist
-from jdist._src.checkpoint.checkpointer import newest_step
+from jdist._src.checkpoint.checkpointer import latest_step
 
 
 def results_by_case(folder, wrong_process):
@@ -61,5 +61,5 @@ def results_by_case(folder, wrong_process):
 
     # One process sees another newest checkpoint, as if each process had its own disk.
     with jdist.Checkpointer(folder / ("other" if is_wrong else "run")) as checkpointer:
-        attempt("resume", lambda: newest_step(checkpointer))
+        attempt("resume", lambda: latest_step(checkpointer))
     return results

@@ -87,6 +87,17 @@ def test_devices_are_forced_and_skips_for_lack_of_devices_fail(tmp_path, workers
     assert "which is an error with `jdist_devices = 3`. Increase `jdist_devices`, or deselect the test." in output
 
 
+def test_flag_of_a_conftest_that_is_not_used_is_reported_with_q_too(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import os\nos.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=' + os.environ['COUNT']\n"
+    )
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
+    line = "jdist: 3 CPU devices (jdist_devices); `--xla_force_host_platform_device_count=5` in XLA_FLAGS is not used"
+    assert run(tmp_path, "-q", COUNT="5").count(line) == 1
+    assert run(tmp_path, COUNT="5").count(line) == 1
+    assert "CPU devices" not in run(tmp_path, "-q", COUNT="3")
+
+
 def test_plugin_without_configuration_is_inactive_and_does_not_import_jax(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import os, sys, pytest\n"

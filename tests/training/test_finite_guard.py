@@ -178,7 +178,7 @@ def test_replicas_that_share_the_test_of_large_gradients_find_every_number(two):
     def test(index):
         value = jnp.where(jdist.replica_id() == 1, jnp.nan, 0)
         grads = {"b": jnp.ones(3) * value, "w": jnp.zeros(size).at[index].set(value)}
-        _, grads, is_finite = gradient_step.mean_over_replicas(jnp.float32(1), grads, [False, True])
+        _, grads, is_finite = gradient_step.mean_loss_and_grads(jnp.float32(1), grads, [False, True])
         return is_finite, jnp.isnan(grads["w"]).sum()
 
     for index in (0, size // 2, size // 2 + 1, size - 1, size):  # the last one is outside of the array

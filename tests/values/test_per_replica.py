@@ -191,4 +191,15 @@ def test_one_number_per_replica_used_as_a_number_is_answered_with_the_line_to_wr
         TypeError, match=r'one number per replica.*float\(strategy.reduce\("mean".*all_reduce\("mean", loss\)'
     ):
         use(value)
-    assert f"{value}" == "PerReplica(int32[2])"
+    assert f"{value}" == "PerReplica([0, 1], dtype=int32)"
+
+
+def test_repr_shows_one_number_per_replica_and_the_shapes_of_other_values(two):
+    value = two.run(lambda: (jdist.replica_id() + 0.25, jdist.replica_id()[None]))
+    assert [repr(leaf) for leaf in value] == ["PerReplica([0.25, 1.25], dtype=float32)", "PerReplica(int32[2,1])"]
+    keys = two.run(lambda: jdist.replica_key(jax.random.key(0)))
+    assert repr(keys).startswith("PerReplica(key<")
+    assert repr(jdist.PerReplica({"loss": value[0].tree})) == "PerReplica({'loss': float32[2]})"
+    assert repr(jdist.PerReplica(np.ones(2, np.float32))) == "PerReplica(float32[2])"  # not placed on devices
+    value[0].tree.delete()
+    assert repr(value[0]) == "PerReplica(float32[2])"

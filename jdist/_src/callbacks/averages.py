@@ -48,7 +48,8 @@ class EMA(Callback):
         params: From the state to the parameters, `state.params` by default.
 
     Raises:
-        ValueError: Raised before the first step: the state has no `params`.
+        TypeError: `params` is not a function.
+        ValueError: `decay` is not a number between 0 and 1. Raised before the first step: the state has no `params`.
 
     Example:
         >>> average = jdist.callbacks.EMA(0.999)
@@ -129,7 +130,7 @@ class EMA(Callback):
 
 
 def _weight(decay: float, steps: int) -> float:
-    """Returns `1 - decay**steps`, without cancellation."""
+    """Returns `1 - decay**steps`, without the rounding of a difference of nearly equal numbers."""
     return -math.expm1(steps * math.log(decay))
 
 

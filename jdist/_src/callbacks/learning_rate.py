@@ -16,6 +16,7 @@ def learning_rate(schedule: Schedule | None = None) -> ExtraColumns:
             `optax.inject_hyperparams(optax.adamw)(learning_rate=...)` or similar, whose state contains the rate.
 
     Raises:
+        TypeError: `schedule` is not a function.
         ValueError: Raised when the row is written: the state contains no rate, or several different ones.
 
     Example:

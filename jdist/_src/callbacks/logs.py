@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from jdist._src.callbacks.rows import FACTS, ExtraColumns, RowWriter, row_of
+from jdist._src.callbacks.rows import EVENT_COLUMNS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.path_arguments import path_argument
 from jdist._src.core.paths import append_text, is_url
@@ -38,7 +38,7 @@ class _Log(RowWriter):
 
     @abc.abstractmethod
     def _rows(self, text: str) -> list[Row]:
-        """Returns the complete rows of a file. Raises ValueError if it is not such a log."""
+        """Returns the complete rows of a file. Raises ValueError if the file is not such a log."""
 
     @abc.abstractmethod
     def _text(self, rows: Iterable[Row]) -> str:
@@ -84,7 +84,9 @@ class CSVLog(_Log):
         also: Additional columns: functions from an event to names and numbers, such as `jdist.callbacks.learning_rate()`.
 
     Raises:
-        ValueError: Raised before the first step: the file is not writable, or exists and is not such a log.
+        TypeError: `path` is not a path, `every` is not an integer, or `also` is not a list of functions.
+        ValueError: `every` is less than 1. Raised before the first step: the file is not writable, or exists and is not such a
+            log.
 
     Example:
         >>> log = jdist.callbacks.CSVLog("run/log.csv", every=100)
@@ -94,8 +96,8 @@ class CSVLog(_Log):
 
     def _rows(self, text: str) -> list[Row]:
         table = csv.DictReader(io.StringIO(_complete_lines(text), newline=""))
-        self._columns = list(table.fieldnames or FACTS)
-        if not set(FACTS) <= set(self._columns):
+        self._columns = list(table.fieldnames or EVENT_COLUMNS)
+        if not set(EVENT_COLUMNS) <= set(self._columns):
             raise ValueError("The columns differ.")
         return [row for row in table if int(row["step"]) >= 0]
 
@@ -127,7 +129,9 @@ class JSONLog(_Log):
         also: Additional columns: functions from an event to names and numbers.
 
     Raises:
-        ValueError: Raised before the first step: the file is not writable, or exists and is not such a log.
+        TypeError: `path` is not a path, `every` is not an integer, or `also` is not a list of functions.
+        ValueError: `every` is less than 1. Raised before the first step: the file is not writable, or exists and is not such a
+            log.
 
     Example:
         >>> log = jdist.callbacks.JSONLog(
@@ -137,7 +141,7 @@ class JSONLog(_Log):
 
     def _rows(self, text: str) -> list[Row]:
         rows = [json.loads(line) for line in _complete_lines(text).splitlines()]
-        if not all(isinstance(row, dict) and set(FACTS) <= set(row) for row in rows):
+        if not all(isinstance(row, dict) and set(EVENT_COLUMNS) <= set(row) for row in rows):
             raise ValueError("The lines differ.")
         return rows
 

@@ -11,7 +11,7 @@ from jdist._src.checkpoint.preemption import exit_preempted
 from jdist._src.faults.preemption_notice import PreemptionNotice
 from jdist._src.training.events import Callback, Event, Moment
 
-_STEP_INTERVAL = 0.1  # seconds, in a single process
+_STEP_INTERVAL_SECONDS = 0.1  # in a single process
 
 
 @final
@@ -20,7 +20,7 @@ class Preemption(Callback):
 
     SIGTERM on any process is a notice for all: they agree on a step, save a checkpoint of it together, as
     `callbacks.Checkpoint` does, and `fit` raises `SystemExit(42)` when it is written. A program that starts again with
-    `fit(resume=checkpointer)` continues with the same bits. During a validation, the checkpoint follows the validation.
+    `fit(resume=checkpointer)` continues with bitwise equal results. During a validation, the checkpoint follows the validation.
 
     `fit` installs the handler of SIGTERM in the main thread, and restores the previous one at its end; see
     `PreemptionCheckpointHandler`.
@@ -28,10 +28,10 @@ class Preemption(Callback):
     Args:
         checkpointer: Saves the checkpoint. A `Checkpoint` callback with the same checkpointer saves others in between.
         watcher: A function without arguments that returns whether the platform has announced the end of this machine, for
-            platforms that do so in another way than by SIGTERM. It is called every 5 seconds, in a thread.
+            platforms that announce it in another way than by SIGTERM. It is called every 5 seconds, in a thread.
 
     Raises:
-        TypeError: `checkpointer` is not a `jdist.Checkpointer`, or `watcher` not a function.
+        TypeError: `checkpointer` is not a `jdist.Checkpointer`, or `watcher` is not a function.
 
     Example:
         >>> import tempfile
@@ -63,7 +63,7 @@ class Preemption(Callback):
     def __call__(self, event: Event, /) -> None:
         """Saves a checkpoint and raises `SystemExit` if all processes have agreed on this event."""
         if event.moment is Moment.START:
-            self._start(event)
+            self._start()
             return
         # Checked at each event, so that the number of checks is equal on all processes.
         self._is_due = self._notice.is_agreed() or self._is_due
@@ -80,10 +80,10 @@ class Preemption(Callback):
         """Restores the handler of SIGTERM that was installed before."""
         self._notice.close()
 
-    def _start(self, event: Event) -> None:
+    def _start(self) -> None:
         self._is_due = False
         self._notice.start()
         # Processes check equally often only if they receive the same STEP events.
-        self.step_interval_seconds = 0.0 if jax.process_count() > 1 else _STEP_INTERVAL
+        self.step_interval_seconds = 0.0 if jax.process_count() > 1 else _STEP_INTERVAL_SECONDS
         if self._notice.is_agreed():  # no step was taken since the newest checkpoint
             exit_preempted(self._checkpointer)

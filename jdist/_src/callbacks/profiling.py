@@ -26,7 +26,9 @@ class Profile(Callback):
         stop: The last step.
 
     Raises:
-        ValueError: `stop` is less than `start`; or, before the first step, the directory is not writable.
+        TypeError: `directory` is not a path, or a step is not an integer.
+        ValueError: `start` is less than 1, `stop` is less than `start`, or `directory` is a URL. Raised before the first step:
+            the directory is not writable.
 
     Example:
         >>> profile = jdist.callbacks.Profile("run/trace", start=10, stop=12)

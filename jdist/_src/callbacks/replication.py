@@ -1,6 +1,6 @@
 """A comparison of the copies of the state during training."""
 
-from typing import final
+from typing import Any, final
 
 from jdist._src.core.arguments import as_int
 from jdist._src.debug.copies import Comparison, raise_differences, start_comparison
@@ -31,7 +31,7 @@ class CheckReplicated(Callback):
 
     Example:
         >>> callback = jdist.callbacks.CheckReplicated(every=500)
-        >>> # trainer.fit(state, data, epochs=3, callbacks=[callback])
+        >>> # trainer.fit(data, batch_size=64, epochs=3, callbacks=[callback])
     """
 
     is_collective = True
@@ -40,6 +40,7 @@ class CheckReplicated(Callback):
         self.every = as_int("`every`", every, 1)
         self.identity = f"CheckReplicated(every={self.every})"
         self._running: Comparison | None = None
+        self._structure: Any = None  # of the state, from the first comparison
         self._last_step = self._num_calls = 0
         self._has_copies = True
 
@@ -72,7 +73,7 @@ class CheckReplicated(Callback):
                 self._read()
 
     def close(self) -> None:
-        """Drops a comparison that was not read."""
+        """Discards a comparison whose result was not read."""
         self._running = None
 
     def _start(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that write rows of numbers: when a row is due, its contents, and those that a function receives."""
+"""Callbacks that write rows of numbers: their base class, the columns of a row, and `Rows`, which calls a function."""
 
 import abc
 import inspect
@@ -13,7 +13,8 @@ from jdist._src.core.arguments import as_int
 from jdist._src.training.events import Callback, Event, Moment
 
 ExtraColumns: TypeAlias = Callable[[Event], Mapping[str, float]]
-FACTS = ("moment", "epoch", "step", "seconds", "examples", "stalled_fraction")
+# The columns of each row, attributes of the event.
+EVENT_COLUMNS = ("moment", "epoch", "step", "seconds", "examples", "stalled_fraction")
 
 
 class RowWriter(Callback, abc.ABC):
@@ -82,7 +83,9 @@ class Rows(RowWriter):
         also: Additional columns: functions from an event to names and numbers, such as `jdist.callbacks.learning_rate()`.
 
     Raises:
-        TypeError: `function` is not a function of a row and a keyword argument `step`.
+        TypeError: `function` is not a function of a row and a keyword argument `step`, `every` is not an integer, or `also` is
+            not a list of functions.
+        ValueError: `every` is less than 1.
 
     Example:
         >>> rows = []
@@ -112,13 +115,13 @@ class Rows(RowWriter):
 
 
 def row_of(event: Event, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the facts of an event and its measured columns.
+    """Returns the row of an event: `EVENT_COLUMNS`, and the measured columns.
 
     Raises:
         ValueError: Two columns have the same name.
     """
-    facts = {name: getattr(event, name) for name in FACTS} | {"moment": str(event.moment)}
-    return _disjoint_union(facts, columns)
+    row = {name: getattr(event, name) for name in EVENT_COLUMNS} | {"moment": str(event.moment)}
+    return _disjoint_union(row, columns)
 
 
 def _disjoint_union(columns: Mapping[str, Any], other_columns: Mapping[str, Any]) -> dict[str, Any]:

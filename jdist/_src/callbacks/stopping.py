@@ -26,8 +26,8 @@ class EarlyStopping(Callback):
     `fit(validate_every=...)` steps. A metric of training is compared in each row of the history.
 
     Mutable: it stores the best value and, on the devices, a copy of the state that had it, which takes the memory of one more
-    state. Checkpoints contain both, so a resumed run decides the same. Training ends with that copy, whatever ends it. NaN is
-    never an improvement.
+    state. Checkpoints contain both, so a resumed run stops at the same step. Training ends with that copy, whatever the
+    reason to stop. NaN is never an improvement.
 
     Args:
         metric: The name of the metric: `"loss"` or a metric of training, or `"val_loss"` and so on of the validation data.
@@ -38,7 +38,9 @@ class EarlyStopping(Callback):
         restore_best: Whether training ends with the state that had the best value instead of the last state.
 
     Raises:
-        ValueError: Raised by `Trainer.fit` before the first step: `metric` does not exist.
+        TypeError: `metric` is not a string, or `patience` is not an integer.
+        ValueError: `patience` is less than 1, `min_delta` is not a number >= 0, or `mode` is unknown. Raised by `Trainer.fit`
+            before the first step: `metric` does not exist.
 
     Example:
         >>> stopping = jdist.callbacks.EarlyStopping("val_accuracy", mode="max", patience=5)
@@ -206,7 +208,7 @@ def _parse_seconds(limit: Any) -> float:
 
 
 def _format_seconds(seconds: float) -> str:
-    """Returns `5400` as `1h30m`."""
+    """Returns a duration as a text that `_parse_seconds` reads: `5400` as `1h30m`."""
     text = ""
     for unit, size in _UNITS.items():
         number, seconds = (seconds, 0.0) if unit == "s" else divmod(seconds, size)

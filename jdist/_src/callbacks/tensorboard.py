@@ -29,7 +29,8 @@ class TensorBoard(RowWriter):
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
-        ValueError: Raised before the first step: the directory is not writable.
+        TypeError: `directory` is not a path, `every` is not an integer, or `also` is not a list of functions.
+        ValueError: `every` is less than 1. Raised before the first step: the directory is not writable.
 
     Example:
         >>> import os, tempfile

@@ -50,6 +50,18 @@ class RestoredCheckpoint(Generic[T]):
         manifest: The content of the manifest: versions, time, seed, metrics, and a description of each array.
         unrestored: The paths of the leaves of `like` that `only` excluded: they are the leaves of `like`.
         unused: The paths of the saved leaves that `only` excluded.
+
+    Example:
+        >>> import tempfile
+        >>> strategy = jdist.OneDeviceStrategy("cpu:0")
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with jdist.Checkpointer(folder.name) as checkpointer:
+        ...     checkpointer.save(7, strategy.put({"w": np.float32(2)}), extra={"lr": 0.1})
+        ...     restored = checkpointer.restore(strategy)
+        True
+        >>> restored.step, float(restored.state["w"]), restored.extra
+        (7, 2.0, {'lr': 0.1})
+        >>> folder.cleanup()
     """
 
     step: int
@@ -126,14 +138,14 @@ class Checkpointer:
         self._writer: Writer | None = None
         self._calls: ProcessGroup | None = None  # compares the calls of all processes
         self._lock: FolderLock | None = None
-        self._saving = -1
+        self._saving_step = -1
         self._has_warned = False  # of a save without the metric of `keep_best`
         self._damaged: set[int] = set()  # steps that `restore` could not read
 
     def __repr__(self) -> str:
-        newest, best, every = self._preservation.newest, self._preservation.best, self._preservation.every
+        newest, best, interval = self._preservation.newest, self._preservation.best, self._preservation.interval
         options = "" if best is None else f", keep_best={tuple(best)}"
-        options += "" if every is None else f", keep_every={every}"
+        options += "" if interval is None else f", keep_every={interval}"
         options += ", fallback=True" if self.fallback else ""
         return f"Checkpointer({str(self._folder)!r}, keep={newest}, every={self.every}{options})"
 
@@ -192,6 +204,7 @@ class Checkpointer:
             TypeError: A leaf cannot be saved, or a metric is not a number.
             CheckpointError: This checkpoint, or the previous one, could not be written. The state is unchanged, and the next
                 `save` tries again.
+            RuntimeError: It is called in a replica function.
         """
         if in_replica_function():
             raise RuntimeError("`save` cannot be called in a replica function. Call it between the steps.")
@@ -417,7 +430,7 @@ class Checkpointer:
         return sorted(self._damaged | (incomplete & {step}))
 
     def _write(self, plan: SavePlan) -> None:
-        self._saving = plan.step
+        self._saving_step = plan.step
         try:
             damaged = self._damaged_steps(plan.step)
             if damaged and self._writer is not None:  # orbax caches the steps of the folder
@@ -432,7 +445,7 @@ class Checkpointer:
             self._raise_write_error(error)
 
     def _raise_write_error(self, error: Exception) -> NoReturn:
-        self._preservation.known.pop(self._saving, None)
+        self._preservation.known.pop(self._saving_step, None)
         writer, self._writer = self._writer, None
         if writer is not None:
             unfinished_saves.remove(writer)
@@ -440,7 +453,7 @@ class Checkpointer:
                 writer.close()
             except Exception as close_error:
                 error.add_note(str(close_error))
-        message = write_error(self._folder, self._saving, error)
+        message = write_error(self._folder, self._saving_step, error)
         raise CheckpointError(f"{message} The training state is unchanged, and the next `save` tries again.") from error
 
     def _plan_restore(
@@ -495,11 +508,11 @@ class Checkpointer:
         ) from error
 
 
-def newest_step(checkpointer: Checkpointer) -> int | None:
-    """Returns the newest step, from which training resumes; None without a checkpoint. All processes call it.
+def latest_step(checkpointer: Checkpointer) -> int | None:
+    """Returns the step of the latest checkpoint, from which training resumes; None without one. All processes call it.
 
     Raises:
-        CheckpointError: The processes see different checkpoints.
+        CheckpointError: The latest checkpoint is not the same on all processes.
     """
 
     def read_latest() -> tuple[int | None, Facts]:

@@ -5,11 +5,9 @@ from typing import Any
 
 import jax
 
-from jdist._src.checkpoint.tree_format import Keys, Leaf
+from jdist._src.checkpoint.tree_format import MOST_NAMED, Keys, Leaf
 from jdist._src.core.tree import PyTree, one_line, short_line
 from jdist._src.values.base import is_distributed
-
-_MOST_NAMED = 4
 
 
 def as_paths(only: Any) -> tuple[str, ...] | None:
@@ -124,8 +122,8 @@ def unchanged_leaves(like: PyTree, leaves: Sequence[Leaf], selected: set[int]) -
 
 def shortened(names: Sequence[str]) -> str:
     """Returns the first names as text, and how many more there are."""
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def pruned(tree: PyTree, only: Sequence[str] | None) -> PyTree:

@@ -25,7 +25,7 @@ from jdist._src.core.version import __version__
 
 AS_BYTES = ("uint2", "uint4", "float8_e4m3")  # dtypes that TensorStore does not have
 _FORMAT = 2
-_UNSIGNED = 1  # the format of manifests without a fingerprint of their own
+_WITHOUT_FINGERPRINT = 1  # the format of manifests that do not contain a fingerprint of themselves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def make_manifest(
         state: The structure of the state, with the numbers of its arrays.
         extra: The structure of `extra`, likewise.
     """
-    return signed(
+    return with_fingerprint(
         {
             "format": _FORMAT,
             "step": step,
@@ -129,11 +129,11 @@ def make_manifest(
     )
 
 
-def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def with_fingerprint(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the manifest with the fingerprint of all its other fields.
 
     Example:
-        >>> signed({"step": 3})["fingerprint"][:14]
+        >>> with_fingerprint({"step": 3})["fingerprint"][:14]
         'sha256:a76b25b'
     """
     fields = {name: value for name, value in manifest.items() if name != "fingerprint"}
@@ -177,8 +177,8 @@ def from_text(text: str, step: int) -> dict[str, Any]:
             f"It was written by jdist {manifest['jdist']} in format {manifest['format']}. jdist {__version__} reads formats up "
             f"to {_FORMAT}. Install jdist {manifest['jdist']} or later"
         )
-    has_fingerprint = manifest["format"] != _UNSIGNED or "fingerprint" in manifest
-    if has_fingerprint and manifest.get("fingerprint") != signed(manifest)["fingerprint"]:
+    has_fingerprint = manifest["format"] != _WITHOUT_FINGERPRINT or "fingerprint" in manifest
+    if has_fingerprint and manifest.get("fingerprint") != with_fingerprint(manifest)["fingerprint"]:
         raise ValueError("The manifest was changed after it was written: its fingerprint does not match its content")
     if manifest["step"] != step:
         raise ValueError(f"The manifest is of step {manifest['step']}, but the folder is named {step}")
@@ -204,7 +204,7 @@ def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], P
 
 
 def checked_json(name: str, value: Any) -> Any:
-    """Returns a copy of `value` that went through JSON.
+    """Returns a copy of `value`, as JSON represents it.
 
     Raises:
         TypeError: JSON cannot represent the value, or returns another one.

@@ -1,4 +1,4 @@
-"""What jdist changes in orbax: its log, its event loops, and the stores to which it writes. Uses private functions of orbax.
+"""Changes of orbax by jdist: its log, its event loops, and the stores to which it writes. Uses private functions of orbax.
 
 orbax takes a second to import, so it is imported at the first use.
 """
@@ -35,7 +35,7 @@ def import_orbax() -> Any:
 
 
 def configure_orbax(folder: Any) -> None:
-    """Prepares orbax for a folder: without its log and the tracebacks of what ends after an error; with `s3://`, if needed.
+    """Prepares orbax for a folder: turns off its log and the tracebacks of tasks that end after an error; adds `s3://`.
 
     Errors are raised with messages of jdist.
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are preserved: the newest, the best by a metric, and one per interval of steps."""
+"""The rule that deletes old checkpoints. It preserves the newest, the best by a metric, and multiples of an interval."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ class BestMetric(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Preservation:
-    """The rule by which old checkpoints are deleted: those that none of its parts preserves. A policy of orbax.
+    """Preserves a checkpoint if it is one of the newest, the best, or at a multiple of an interval. A policy of orbax.
 
     orbax has policies of the same kind. Its policy for the best checkpoints reads the metrics from further files, and does not
     define the order of NaN.
@@ -47,14 +47,14 @@ class Preservation:
         folder: The folder of the checkpoints.
         newest: The number of newest checkpoints; None for all.
         best: The metric of the best one.
-        every: The interval, in steps, whose multiples are preserved.
+        interval: The number of steps whose multiples are preserved.
         known: The metrics by the steps that were saved, or whose manifest was read.
     """
 
     folder: pathlib.Path
     newest: int | None
     best: BestMetric | None = None
-    every: int | None = None
+    interval: int | None = None
     known: dict[int, Metrics] = dataclasses.field(default_factory=dict)
 
     def metrics_of(self, step: int) -> Metrics:
@@ -78,8 +78,8 @@ class Preservation:
         """Returns for each of all checkpoints, in any order, whether it is preserved."""
         steps = sorted(checkpoint.step for checkpoint in checkpoints)
         preserved = {*(steps if self.newest is None else steps[-self.newest :]), self.best_step(steps)}
-        if self.every is not None:
-            preserved |= {step for step in steps if step % self.every == 0}
+        if self.interval is not None:
+            preserved |= {step for step in steps if step % self.interval == 0}
         return [checkpoint.step in preserved for checkpoint in checkpoints]
 
 

@@ -24,7 +24,7 @@ class ProcessGroup:
 
     Processes must create their groups in the same order. On a single process the methods only call `work`.
 
-    Mutable: a group remembers whether a call of `run` or `barrier` has failed.
+    Mutable: a group stores whether a call of `run` or `barrier` has failed.
 
     Args:
         in_main_thread: Whether no other thread than the main one calls the methods.
@@ -68,7 +68,7 @@ class ProcessGroup:
             result, facts = work()
         except Exception as error:
             if self._exchange is not None:
-                self._exchange.post(_message(error))
+                self._exchange.post(_error_message(error))
             raise
         if self._exchange is not None:
             self._compare(self._exchange, call, {"the call": [f"`{call}`"], **facts})
@@ -143,17 +143,17 @@ class ProcessGroup:
     def fail(self, error: BaseException) -> None:
         """Reports `error` to the other processes, which raise it at their next barrier."""
         if self._exchange is not None and not self._has_failed:
-            self._exchange.post(_message(error))
+            self._exchange.post(_error_message(error))
         self._has_failed = True
 
     def close(self, reason: str = "it has ended the call") -> None:
-        """Ends the group. Processes that continue get an error with the reason."""
+        """Ends the group. Processes that continue receive an error with the reason."""
         if self._exchange is not None:
             self._exchange.close({"error": reason})
             self._exchange = None
 
 
-def _message(error: BaseException) -> dict[str, Any]:
+def _error_message(error: BaseException) -> dict[str, Any]:
     return {"error": short_message(error), "is_timeout": isinstance(error, TimeoutError)}
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from jdist._src.core import activity
 from jdist._src.core.background_threads import abandon, pool_threads, start_thread
-from jdist._src.core.source_lines import caller_frame, code_at
+from jdist._src.core.source_lines import caller_text
 from jdist._src.faults.time_limit import WARNING_INTERVAL, WORK_LIMIT, seconds_of
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def read_limits() -> tuple[float, float]:
 
 
 def read_within_limit(path: pathlib.Path, step: int, read: Callable[[], T]) -> T:
-    """Returns `read()`, which runs in a thread. A warning every 30 seconds says that it has not ended.
+    """Returns `read()`, which runs in a thread. A warning every 30 seconds reports that it has not ended.
 
     The variables `JDIST_WARNING_SECONDS` and `JDIST_WORK_SECONDS` change the interval and the limit. Time in which this process
     is stopped does not count. After the limit, or Ctrl-C, the thread is abandoned: the interpreter waits a few seconds
@@ -78,13 +78,12 @@ def _wait(result: "concurrent.futures.Future[T]", subject: str, interval: float,
         waited += seconds
         if waited < min(next_warning, limit):
             continue
-        frame = caller_frame()
-        place = f" ({code_at(frame)})" if frame else ""
+        line = caller_text()
         if waited >= limit:
             raise TimeoutError(
-                f"{subject}{place}, has not ended after {limit:g} seconds: the file system or the object store does not "
+                f"{subject}{line}, has not ended after {limit:g} seconds: the file system or the object store does not "
                 "answer. Check the store and the connection to it, and start the program again; the checkpoint may be "
                 "undamaged. The environment variable JDIST_WORK_SECONDS changes the limit."
             )
-        _LOG.warning("%s%s, has not ended after %.0f seconds.", subject, place, waited)
+        _LOG.warning("%s%s, has not ended after %.0f seconds.", subject, line, waited)
         next_warning += interval

@@ -1,4 +1,4 @@
-"""How a checkpoint is restored: for each leaf of the new state, the stored array, the sharding it is read in, and its value.
+"""The plan of a restore: for each leaf of the new state, the stored array, the sharding it is read in, and its value.
 
 A leaf that is stored as one value is read directly in the sharding of the new state; a `SyncOnRead` SUM is split into equal
 shares. Values per replica are restored bit for bit on the same number of replicas. On another number, a `SyncOnRead` is
@@ -25,7 +25,7 @@ from jdist._src.checkpoint.leaf_selection import (
     unchanged_leaves,
     with_keys_of,
 )
-from jdist._src.checkpoint.manifest import StoredArray, signed, stored_arrays
+from jdist._src.checkpoint.manifest import StoredArray, stored_arrays, with_fingerprint
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.tree_format import Leaf, from_json, leaves_of, pair_renamed
 from jdist._src.core.nn_modules import from_array_tree, to_array_tree
@@ -150,40 +150,40 @@ def make_restore_plan(
     all_saved = renamed_leaves(name, leaves_of(saved), rename)
     if like is None:
         check_each_path(name, only, all_saved, saved)
-        target = _saved_shapes(pruned(saved, only), replicas.size)
+        wanted = _saved_shapes(pruned(saved, only), replicas.size)
     else:
-        target = _shapes_of_like(like, replicas.size)
-    all_targets = leaves_of(target)
-    selected = {number: leaf for number, leaf in enumerate(all_targets) if is_below(leaf.path, only)}
-    target_leaves = list(selected.values())
+        wanted = _shapes_of_like(like, replicas.size)
+    all_wanted = leaves_of(wanted)
+    selected = {number: leaf for number, leaf in enumerate(all_wanted) if is_below(leaf.path, only)}
+    wanted_leaves = list(selected.values())
     saved_leaves: Sequence[Leaf] = [leaf for leaf in all_saved if is_below(leaf.path, only)]
     if like is not None:
-        check_each_path(name, only, [*all_targets, *all_saved], saved)
-        saved_leaves = _with_names_of_like(name, with_keys_of(saved_leaves, target_leaves), target_leaves)
-        if differences := _differences(saved_leaves, target_leaves):
+        check_each_path(name, only, [*all_wanted, *all_saved], saved)
+        saved_leaves = _with_names_of_like(name, with_keys_of(saved_leaves, wanted_leaves), wanted_leaves)
+        if differences := _differences(saved_leaves, wanted_leaves):
             raise ValueError(
                 f"{name} does not match `like`. {' '.join(differences)} Pass the state of the same model and optimizer as "
                 '`like`; restore a part that matches, `only="params"`, or leaves with other names, `rename={"old": "new"}`; '
                 "or restore without `like` and use the leaves that match."
             )
-    for leaf in target_leaves:
+    for leaf in wanted_leaves:
         check_wrapper(f"state/{leaf.path}", leaf.wrapper, replicas)
     saved_by_keys = {leaf.keys: leaf for leaf in saved_leaves}
-    shardings = [x for x in jax.tree.leaves(strategy.shardings(target)) if isinstance(x, NamedSharding)]
+    shardings = [x for x in jax.tree.leaves(strategy.shardings(wanted)) if isinstance(x, NamedSharding)]
     plans = {
         number: _plan_leaf(saved_by_keys[leaf.keys], leaf, shardings[number], replicas)
         for number, leaf in selected.items()
     }
-    unchanged = unchanged_leaves(like, all_targets, set(selected))
+    unchanged = unchanged_leaves(like, all_wanted, set(selected))
     facts = {
         "`step`": [str(manifest["step"])],
-        "the manifest of the checkpoint": [signed(manifest)["fingerprint"]],
-        "`like`": [f"{leaf.path} {dtype_and_shape(leaf.value)}" for leaf in all_targets],
-        "`only` and `rename`": [f"{leaf.path} from {saved_by_keys[leaf.keys].value.path}" for leaf in target_leaves],
+        "the manifest of the checkpoint": [with_fingerprint(manifest)["fingerprint"]],
+        "`like`": [f"{leaf.path} {dtype_and_shape(leaf.value)}" for leaf in all_wanted],
+        "`only` and `rename`": [f"{leaf.path} from {saved_by_keys[leaf.keys].value.path}" for leaf in wanted_leaves],
     }
-    unrestored = tuple(all_targets[number].path for number in unchanged)
+    unrestored = tuple(all_wanted[number].path for number in unchanged)
     unused = tuple(leaf.value.path.partition("/")[2] for leaf in all_saved if not is_below(leaf.path, only))
-    return RestorePlan(folder, manifest, jax.tree.structure(target), plans, unchanged, unrestored, unused), facts
+    return RestorePlan(folder, manifest, jax.tree.structure(wanted), plans, unchanged, unrestored, unused), facts
 
 
 def _saved_shapes(tree: PyTree, num_replicas: int) -> PyTree:
@@ -309,8 +309,8 @@ def _plan_aggregated_leaf(saved: Leaf, wanted: Leaf, sharding: NamedSharding, re
     mesh = replicas.mesh
     largest_axis = max(mesh.shape, key=lambda axis: mesh.shape[axis])
     read_sharding = StateSharding(mesh, largest_axis, "all", {}).array_sharding(saved.value.array)
-    target = _sharding_of_row(sharding) if wanted.is_stacked else sharding
-    on_mesh = NamedSharding(mesh, target.spec) if target.mesh == mesh else replicas.replicated_sharding
+    row_sharding = _sharding_of_row(sharding) if wanted.is_stacked else sharding
+    on_mesh = NamedSharding(mesh, row_sharding.spec) if row_sharding.mesh == mesh else replicas.replicated_sharding
 
     def finish(rows: jax.Array) -> jax.Array:
         name = f"state/{saved.path}"

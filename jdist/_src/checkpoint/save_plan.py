@@ -52,7 +52,7 @@ class SavePlan(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """What must be equal on all processes. `extra` may differ, except for arrays that several processes hold."""
+        """Facts that must be equal on all processes. `extra` may differ, except for arrays that several processes hold."""
         shared = [x for x in self.extra if isinstance(x.value, jax.Array) and not x.value.is_fully_addressable]
         return {
             "`step`": [str(self.step)],

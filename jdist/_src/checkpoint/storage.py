@@ -6,8 +6,7 @@
 
 orbax writes a step under a temporary name and renames it when it is complete. An old step is first moved to `.old` and then
 deleted. So a folder with the name of a step is always complete, whenever a process ends. An object store cannot rename folders:
-there, a complete step contains the file `commit_success.txt`. orbax takes a second to import, so it
-is imported at the first use.
+there, a complete step contains the file `commit_success.txt`.
 """
 
 import gc
@@ -36,6 +35,7 @@ except ImportError:  # Windows
 ARRAYS, MANIFEST = "arrays", "manifest"
 MANIFEST_FILE = "manifest.json"
 DELETED = ".old"
+NO_ARRAYS = {"none": np.zeros(1)}  # in place of zero arrays, which orbax refuses
 _COMMITTED_FILE = "commit_success.txt"  # of orbax
 _SUPPORTED_URLS = ("gs://", "s3://")
 _MARKER_FILE = "jdist.json"
@@ -160,7 +160,7 @@ def complete_steps(folder: pathlib.Path) -> tuple[int, ...]:
 
 
 def incomplete_folders(folder: pathlib.Path, after: int) -> tuple[pathlib.Path, ...]:
-    """Returns the folders of steps later than `after` without a manifest, in ascending order of their steps."""
+    """Returns the folders of steps later than `after` that are not complete, in ascending order of their steps."""
     later = [child for child in folder.iterdir() if child.name.isdecimal() and int(child.name) > after]
     incomplete = [child for child in later if not is_complete(folder, int(child.name))]
     return tuple(sorted(incomplete, key=lambda child: int(child.name)))
@@ -187,7 +187,7 @@ def find_step(folder: pathlib.Path, step: int | None) -> int:
 
 
 def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
-    """Warns, on process 0, about folders of steps later than the newest complete checkpoint without a manifest."""
+    """Warns, on process 0, about incomplete folders of steps later than the newest complete checkpoint."""
     incomplete = incomplete_folders(folder, -1 if newest is None else newest)
     if not incomplete or jax.process_index() != 0:
         return
@@ -217,7 +217,7 @@ def rename_damaged(folder: pathlib.Path, step: int) -> None:
         (folder / str(step)).rename(damaged)
 
 
-def empty_deleted(folder: pathlib.Path) -> None:
+def remove_deleted(folder: pathlib.Path) -> None:
     """Deletes old checkpoints that orbax moved to `.old`."""
     if jax.process_index() == 0 and not is_url(folder):
         remove_tree(folder / DELETED)
@@ -244,7 +244,7 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
         with jax.enable_x64(enable_x64), jax.transfer_guard("allow"):  # pyright: ignore
             return _read_arrays(path, shapes)
 
-    # Coroutines that orbax had created when it gave up are never awaited. Python warns of that when the error, which refers
+    # Coroutines that orbax had created before an error are never awaited. Python warns of that when the error, which refers
     # to them, is garbage collected. Not in the thread, which would restore the filters of today whenever it ends.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -258,7 +258,7 @@ def _read_arrays(path: Any, shapes: Mapping[int, Any]) -> dict[int, Any]:
     # Not with orbax's `Checkpointer`, which has barriers between the processes: a process that fails would not reach them.
     handler = ocp.PyTreeCheckpointHandler()
     try:
-        items = items or {"none": np.zeros(1)}
+        items = items or NO_ARRAYS
         restore_args = ocp.checkpoint_utils.construct_restore_args(items)
         # Partial, because a checkpoint may contain further arrays.
         arrays = handler.restore(path, args=ocp.args.PyTreeRestore(items, restore_args, partial_restore=True))

@@ -19,7 +19,7 @@ from jdist._src.values.sync_on_read import SyncOnRead
 _WRAPPERS = {kind.__name__: kind for kind in (Mirrored, PerReplica, Sharded, SyncOnRead)}
 _INLINE = (str, bool, int, float)
 _COUNTED = re.compile(r"(.+)_([1-9]\d*)")
-_MOST_NAMED = 4
+MOST_NAMED = 4  # names in a message
 
 Keys: TypeAlias = tuple[str, ...]
 
@@ -206,7 +206,7 @@ def pair_renamed(
     if not _pair(_name_tree(saved), _name_tree(wanted), (), pairs, ambiguous):
         return None
     if ambiguous and must_be_certain:
-        raise ValueError(f"{'; '.join(ambiguous[:_MOST_NAMED])}{'; ...' if len(ambiguous) > _MOST_NAMED else ''}")
+        raise ValueError(f"{'; '.join(ambiguous[:MOST_NAMED])}{'; ...' if len(ambiguous) > MOST_NAMED else ''}")
     return pairs
 
 

@@ -1,7 +1,7 @@
 """Saves that are not finished: the interpreter waits for them at exit, and ends with exit status 1 if one of them fails.
 
-Without it, the interpreter would stop the thread pools of orbax before a checkpoint is complete, and orbax's threads would end
-without a word, or wait for each other forever.
+Without this wait, the interpreter would stop the thread pools of orbax before a checkpoint is complete, and orbax's threads
+would end silently, or wait for each other forever.
 """
 
 import functools
@@ -38,7 +38,7 @@ def remove(writer: Writer) -> None:
 
 
 def finish_dropped(folder: pathlib.Path) -> None:
-    """Waits for the saves into a folder whose owners do not exist any more. Their errors are printed."""
+    """Waits for the saves into a folder whose checkpointers were garbage collected. Their errors are printed."""
     for writer, (owner, lock) in list(_unfinished.items()):
         if writer.folder == folder and owner() is None:
             _finish(writer, owner, lock)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jdist._src.checkpoint.orbax_compat import configure_orbax, import_orbax
 from jdist._src.checkpoint.preservation import Preservation
@@ -21,14 +20,15 @@ from jdist._src.checkpoint.storage import (
     DELETED,
     MANIFEST,
     MANIFEST_FILE,
-    empty_deleted,
+    NO_ARRAYS,
+    remove_deleted,
     rename_damaged,
     write_error,
 )
 from jdist._src.core import activity
 from jdist._src.core.paths import is_url
 
-_TEST_BYTES = 2**16  # written to the folder before orbax starts
+_TRIAL_BYTES = 2**16  # written to the folder before orbax starts
 
 
 class Writer:
@@ -67,15 +67,15 @@ class Writer:
             CheckpointError: The folder cannot be written to on another process, or the values of the state differ.
         """
         self.step = step
-        # If orbax found out itself, it would leave threads behind, and the other processes in a collective.
+        # If orbax were the first to fail, its threads would continue, and the other processes would wait in a collective.
         self._group.run(lambda: self._prepare_folder(damaged))
         arrays, manifest, _ = self._group.run(pack, lambda packed: packed[2])
         ocp = import_orbax()
 
         self._caller = threading.get_ident()
-        empty_deleted(self.folder)
+        remove_deleted(self.folder)
         items = {str(number): x for number, x in enumerate(arrays) if x.size}  # orbax refuses arrays without elements
-        args = {ARRAYS: ocp.args.StandardSave(items or {"none": np.zeros(1)}), MANIFEST: _text_args()(manifest)}
+        args = {ARRAYS: ocp.args.StandardSave(items or NO_ARRAYS), MANIFEST: _text_args()(manifest)}
         try:
             self._manager = self._manager or self._make_manager()
             self._manager.save(step, args=ocp.args.Composite(**args), force=True)
@@ -107,17 +107,17 @@ class Writer:
         try:
             if self._manager is not None:
                 self._manager.close()
-                empty_deleted(self.folder)
+                remove_deleted(self.folder)
         finally:
             self._group.close()
 
     def _prepare_folder(self, damaged: Sequence[int]) -> None:
-        """Writes and deletes a test file, and renames damaged folders. Raises OSError if the folder cannot be written to."""
-        test_file = self.folder / f".trial.{jax.process_index()}"
+        """Writes and deletes a trial file, and renames damaged folders. Raises OSError if the folder cannot be written to."""
+        trial_file = self.folder / f".trial.{jax.process_index()}"
         try:
-            test_file.write_bytes(bytes(_TEST_BYTES))
+            trial_file.write_bytes(bytes(_TRIAL_BYTES))
         finally:
-            test_file.unlink(missing_ok=True)
+            trial_file.unlink(missing_ok=True)
         for step in damaged if jax.process_index() == 0 else ():
             rename_damaged(self.folder, step)
 

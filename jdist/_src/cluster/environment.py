@@ -20,8 +20,8 @@ from jdist._src.cluster.settings import (
 from jdist._src.cluster.simple import SimpleClusterResolver
 
 
-class _Family(NamedTuple):
-    """The variables of a launcher. `is_explicit`: one of size and rank is enough to recognize it, and then all are needed."""
+class _VariableGroup(NamedTuple):
+    """The variables of a launcher. `is_explicit`: size or rank is enough to select the group, and then all are needed."""
 
     size: str
     rank: str
@@ -33,15 +33,15 @@ class _Family(NamedTuple):
         return (*self.address, self.size, self.rank)
 
 
-_TORCHRUN = _Family("WORLD_SIZE", "RANK", ("MASTER_ADDR", "MASTER_PORT"))
-_FAMILIES = (
-    _Family("JDIST_NUM_PROCESSES", "JDIST_PROCESS_ID", ("JDIST_COORDINATOR_ADDRESS",)),
-    _Family("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", ("JAX_COORDINATOR_ADDRESS",)),
+_TORCHRUN = _VariableGroup("WORLD_SIZE", "RANK", ("MASTER_ADDR", "MASTER_PORT"))
+_GROUPS = (
+    _VariableGroup("JDIST_NUM_PROCESSES", "JDIST_PROCESS_ID", ("JDIST_COORDINATOR_ADDRESS",)),
+    _VariableGroup("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", ("JAX_COORDINATOR_ADDRESS",)),
     _TORCHRUN,
     # Of the Kubeflow operators. Other programs use these names too, so only a complete group counts.
-    _Family("NUM_PROCESSES", "PROCESS_ID", ("COORDINATOR_ADDRESS", "COORDINATOR_PORT"), is_explicit=False),
-    _Family("PET_NNODES", "PET_NODE_RANK", ("PET_MASTER_ADDR", "PET_MASTER_PORT"), is_explicit=False),
-    _Family("PADDLE_NNODES", "HOSTNAME", ("PADDLE_MASTER",), is_explicit=False),
+    _VariableGroup("NUM_PROCESSES", "PROCESS_ID", ("COORDINATOR_ADDRESS", "COORDINATOR_PORT"), is_explicit=False),
+    _VariableGroup("PET_NNODES", "PET_NODE_RANK", ("PET_MASTER_ADDR", "PET_MASTER_PORT"), is_explicit=False),
+    _VariableGroup("PADDLE_NNODES", "HOSTNAME", ("PADDLE_MASTER",), is_explicit=False),
 )
 # A number or an index. The index of a pod of a PaddleJob is the end of its name; servers are not processes of the cluster.
 _NUMBERS = {"PET_NNODES": "[0-9]+", "HOSTNAME": ".*-worker-([0-9]+)"}
@@ -89,17 +89,17 @@ class EnvironmentClusterResolver(SimpleClusterResolver):
 
     def __init__(self, *, environ: Mapping[str, str] | None = None):
         variables = os.environ if environ is None else environ
-        family = next((family for family in _FAMILIES if _is_set(variables, family)), None)
-        if family is None:
+        group = next((group for group in _GROUPS if _is_set(variables, group)), None)
+        if group is None:
             raise ClusterNotFoundError(_not_found_message(variables))
-        check_complete(variables, family.names, _ADVICE)
-        if match := re.fullmatch(_NUMBERS.get(family.rank, ""), variables[family.rank].strip()):
-            variables = {**variables, family.rank: match[1]}
-        count = read_integer(variables, family.size, 1)
-        index = check_index(read_integer(variables, family.rank), family.rank, count, family.size)
-        address = _address(variables, family)
+        check_complete(variables, group.names, _ADVICE)
+        if match := re.fullmatch(_NUMBERS.get(group.rank, ""), variables[group.rank].strip()):
+            variables = {**variables, group.rank: match[1]}
+        count = read_integer(variables, group.size, 1)
+        index = check_index(read_integer(variables, group.rank), group.rank, count, group.size)
+        address = _address(variables, group)
         # The processes of `jdist run` see their own GPUs only, and JAX reads JAX_LOCAL_DEVICE_IDS.
-        has_local = family is _TORCHRUN and not missing(variables, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        has_local = group is _TORCHRUN and not missing(variables, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         share = None
         if has_local:
             local_count = read_integer(variables, "LOCAL_WORLD_SIZE", 1)
@@ -118,33 +118,33 @@ class EnvironmentClusterResolver(SimpleClusterResolver):
 
 def check_no_lone_address(variables: Variables) -> None:
     """Raises ValueError if the address of the coordinator is set, but neither the number of processes nor the index is."""
-    for family in _FAMILIES[: _FAMILIES.index(_TORCHRUN)]:
-        if not missing(variables, family.address) and len(missing(variables, family.names)) == 2:
-            check_complete(variables, family.names, _ADVICE)
+    for group in _GROUPS[: _GROUPS.index(_TORCHRUN)]:
+        if not missing(variables, group.address) and len(missing(variables, group.names)) == 2:
+            check_complete(variables, group.names, _ADVICE)
 
 
-def _is_set(variables: Variables, family: _Family) -> bool:
-    if family.is_explicit:
-        return len(missing(variables, (family.size, family.rank))) < 2
-    return not missing(variables, family.names) and all(
-        re.fullmatch(_NUMBERS.get(name, ".*"), variables[name].strip()) for name in (family.size, family.rank)
+def _is_set(variables: Variables, group: _VariableGroup) -> bool:
+    if group.is_explicit:
+        return len(missing(variables, (group.size, group.rank))) < 2
+    return not missing(variables, group.names) and all(
+        re.fullmatch(_NUMBERS.get(name, ".*"), variables[name].strip()) for name in (group.size, group.rank)
     )
 
 
-def _address(variables: Variables, family: _Family) -> str:
-    if len(family.address) == 1:
-        return check_coordinator(variables[family.address[0]].strip(), family.address[0])
-    host, port = family.address
+def _address(variables: Variables, group: _VariableGroup) -> str:
+    if len(group.address) == 1:
+        return check_coordinator(variables[group.address[0]].strip(), group.address[0])
+    host, port = group.address
     # The agent of torchrun has a store at MASTER_PORT, which torch's processes share.
-    is_taken = family is _TORCHRUN and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_taken = group is _TORCHRUN and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = with_port(variables[host].strip(), read_integer(variables, port, 1) + is_taken)
     return check_coordinator(address, f"{host} with {port}{' + 1' if is_taken else ''}")
 
 
 def _not_found_message(variables: Variables) -> str:
-    explicit = [family for family in _FAMILIES if family.is_explicit]
-    groups = "; ".join(", ".join(family.names) for family in explicit)
-    present = [name for family in explicit for name in family.address if not missing(variables, (name,))]
+    explicit = [group for group in _GROUPS if group.is_explicit]
+    groups = "; ".join(", ".join(group.names) for group in explicit)
+    present = [name for group in explicit for name in group.address if not missing(variables, (name,))]
     only = f"Only {', '.join(present)} {'is' if len(present) == 1 else 'are'} set. " if present else ""
     return (
         f"No variables of processes are set. {only}Set one of these groups on each process: {groups}. `jdist run` sets the "

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import jax
 
-from jdist._src.cluster.rendezvous import await_service, meet, split_address
+from jdist._src.cluster.rendezvous import await_service, compare_processes, split_address
 from jdist._src.core import sigterm
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.backend_start import backend_start_line
 from jdist._src.core.connections import is_loopback
 from jdist._src.core.jax_compat import has_backend, use_loopback_for_cpu_collectives, write_compilation_cache
 from jdist._src.core.process_messages import post_end_at_exit
-from jdist._src.launch.notices import note_presence
+from jdist._src.launch.notices import report_join_state
 
 
 def join_processes(
@@ -26,10 +26,10 @@ def join_processes(
 ) -> None:
     """Joins the other processes by `jax.distributed.initialize`, unless this process has joined or is alone.
 
-    Before, all processes meet at process 0, which compares their number, indices, versions and programs. A difference is the
-    same error on all of them.
+    Before, all processes connect to process 0, which compares their number, indices, versions and programs. A difference is
+    the same error on all of them.
 
-    JAX's preemption service does not receive SIGTERM, unless something asks it (`jdist.callbacks.Preemption`,
+    JAX's preemption service does not receive SIGTERM, unless the program uses it (`jdist.callbacks.Preemption`,
     `multihost_utils.reached_preemption_sync_point`): its default action ends the process.
 
     Args:
@@ -65,12 +65,12 @@ def join_processes(
         use_loopback_for_cpu_collectives()
     # The launcher ends the wait for a process that ends before it joins.
     is_launched = os.environ.get("JDIST_NUM_PROCESSES") == str(num_processes)
-    note = note_presence if is_launched else lambda presence: None
-    note("joining")
-    meet(coordinator_address, process_id, num_processes, timeout_seconds, bind_host)
+    report = report_join_state if is_launched else lambda state: None
+    report("joining")
+    compare_processes(coordinator_address, process_id, num_processes, timeout_seconds, bind_host)
     if process_id:
         await_service(coordinator_address)
-    atexit.register(note, "left")  # not called by `os._exit`
+    atexit.register(report, "left")  # not called by `os._exit`
     with sigterm.action_unchanged():
         jax.distributed.initialize(
             coordinator_address,
@@ -81,7 +81,7 @@ def join_processes(
             initialization_timeout=max(1, round(timeout_seconds)),
             coordinator_bind_address=bind_address,
         )
-    note("joined")
+    report("joined")
     post_end_at_exit(process_id)
     if folder := os.environ.get("JDIST_COMPILATION_CACHE_DIR"):  # from `jdist run`, for this process only
         write_compilation_cache(folder)

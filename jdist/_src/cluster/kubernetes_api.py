@@ -94,8 +94,7 @@ def _request(
         if pod.status.phase not in ("Pending", "Running"):
             raise RuntimeError(
                 f'Pod "{pod.metadata.name}" is not running; phase: "{pod.status.phase}". See `kubectl logs '
-                f"{pod.metadata.name} -n "
-                f"{namespace}`."
+                f"{pod.metadata.name} -n {namespace}`."
             )
     if len(found) > count:
         names = ", ".join(pod.metadata.name for pod in found)

@@ -23,16 +23,18 @@ from jdist._src.cluster.settings import (
 from jdist._src.cluster.simple import SimpleClusterResolver
 
 
-class _Family(NamedTuple):
-    launcher: str
+class _Launcher(NamedTuple):
+    """The environment variables that a launcher sets."""
+
+    name: str
     size: str
     rank: str
     local_count: tuple[str, ...]
     local_rank: tuple[str, ...]
 
 
-_FAMILIES = (
-    _Family(
+_LAUNCHERS = (
+    _Launcher(
         "Open MPI",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_RANK",
@@ -40,7 +42,7 @@ _FAMILIES = (
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
     ),
     # MPICH, Intel MPI (local: MPI_*), Cray
-    _Family(
+    _Launcher(
         "PMI", "PMI_SIZE", "PMI_RANK", ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
     ),
 )
@@ -93,11 +95,11 @@ class MPIClusterResolver(SimpleClusterResolver):
         environ: Mapping[str, str] | None = None,
     ):
         variables = os.environ if environ is None else environ
-        family = _family(variables)
-        count = read_integer(variables, family.size, 1)
-        rank = check_index(read_integer(variables, family.rank), family.rank, count, family.size)
-        local_count = _first_integer(variables, family.local_count)
-        local_rank = _first_integer(variables, family.local_rank)
+        launcher = _launcher(variables)
+        count = read_integer(variables, launcher.size, 1)
+        rank = check_index(read_integer(variables, launcher.rank), launcher.rank, count, launcher.size)
+        local_count = _first_integer(variables, launcher.local_count)
+        local_rank = _first_integer(variables, launcher.local_rank)
         address = coordinator_override(coordinator_address, variables)
         if address is None:
             host = "localhost" if local_count == count or count == 1 else _first_host(variables, count)
@@ -118,33 +120,33 @@ class MPIClusterResolver(SimpleClusterResolver):
         )
 
 
-def _family(variables: Variables) -> _Family:
-    """Returns the variables of the launcher, checked for completeness."""
-    family = next((f for f in _FAMILIES if len(missing(variables, (f.size, f.rank))) < 2), None)
+def _launcher(variables: Variables) -> _Launcher:
+    """Returns the launcher of this process. Its variables are complete."""
+    launcher = next((x for x in _LAUNCHERS if len(missing(variables, (x.size, x.rank))) < 2), None)
     has_srun = not missing(variables, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
-    if family is None and missing(variables, (_PMIX,)):
-        names = "; ".join(f"{family.size}, {family.rank} ({family.launcher})" for family in _FAMILIES)
+    if launcher is None and missing(variables, (_PMIX,)):
+        names = "; ".join(f"{launcher.size}, {launcher.rank} ({launcher.name})" for launcher in _LAUNCHERS)
         raise ClusterNotFoundError(
             f"This process was not started by an MPI launcher: {names} are not set. Use `mpirun`."
         )
-    if has_srun and (family is None or _equals_srun(variables, family)):
-        name = _PMIX if family is None else family.rank
+    if has_srun and (launcher is None or _equals_srun(variables, launcher)):
+        name = _PMIX if launcher is None else launcher.rank
         raise ClusterNotFoundError(
             f"{name} is set, but `srun` started this process, not an MPI launcher. Use `SlurmClusterResolver`."
         )
-    if family is None:
+    if launcher is None:
         raise ValueError(
             f"{_PMIX} is {variables[_PMIX]!r}, but PMIx does not pass the number of processes. Start the program with "
             "`mpirun`, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         )
-    check_complete(variables, (family.size, family.rank), "The launcher sets both. Pass its environment on.")
-    return family
+    check_complete(variables, (launcher.size, launcher.rank), "The launcher sets both. Pass its environment on.")
+    return launcher
 
 
-def _equals_srun(variables: Variables, family: _Family) -> bool:
+def _equals_srun(variables: Variables, launcher: _Launcher) -> bool:
     """Whether `srun --mpi=pmi2` has set the variables. An `mpirun` in a Slurm job has other numbers or other variables."""
-    pairs = ((family.size, "SLURM_STEP_NUM_TASKS"), (family.rank, "SLURM_PROCID"))
-    return family.launcher == "PMI" and all(variables.get(mpi) == variables[slurm] for mpi, slurm in pairs)
+    pairs = ((launcher.size, "SLURM_STEP_NUM_TASKS"), (launcher.rank, "SLURM_PROCID"))
+    return launcher.name == "PMI" and all(variables.get(mpi) == variables[slurm] for mpi, slurm in pairs)
 
 
 def _first_integer(variables: Variables, names: tuple[str, ...]) -> int | None:

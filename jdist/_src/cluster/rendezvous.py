@@ -1,9 +1,9 @@
-"""The rendezvous: processes compare themselves with process 0 before they join JAX's coordination service.
+"""The rendezvous: process 0 compares all processes before they join JAX's coordination service.
 
-The service ends all processes with SIGABRT, which Python cannot catch, if one is missing, comes twice or has another version;
-and a process that comes later with an index that is taken ends a job that already runs. So the processes first connect to
-process 0 at the coordinator's address, where the service does not listen yet. Process 0 answers each with the same result:
-"join", or the error that all of them raise.
+The service ends all processes with SIGABRT, which Python cannot catch, if one is missing or has another version, or if two have
+the same index; and a process that connects later with such an index ends a job that already runs. So the processes first
+connect to process 0 at the coordinator's address, where the service does not listen yet. Process 0 answers each with the same
+result: "join", or the error that all of them raise.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from jdist._src.core.version import __version__
 
 _LOG = logging.getLogger("jdist")
 _PROTOCOL = "jdist-rendezvous-1"
-_NOTICE_SECONDS = 2.0  # between two messages of process 0 to those that wait
+_PROGRESS_SECONDS = 2.0  # between two messages of process 0 to the processes that wait
 _WARNING_SECONDS = 30.0  # between two log messages
 _FIRST_WARNING_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0  # for the first answer of process 0
@@ -69,7 +69,7 @@ class Participant:
         return f"process {self.index} on {self.host} (pid {self.pid})"
 
 
-def meet(address: str, index: int, count: int, timeout_seconds: float, bind_host: str = "") -> None:
+def compare_processes(address: str, index: int, count: int, timeout_seconds: float, bind_host: str = "") -> None:
     """Returns when all processes have connected to process 0 and may join JAX's coordination service.
 
     Args:
@@ -87,9 +87,9 @@ def meet(address: str, index: int, count: int, timeout_seconds: float, bind_host
     host, port = split_address(address)
     participant = Participant.this_process(index, count)
     if index == 0:
-        _Host(host, port, bind_host, participant).run(time.monotonic() + timeout_seconds)
+        _Coordinator(host, port, bind_host, participant).run(time.monotonic() + timeout_seconds)
     else:
-        _attend(host, port, participant, timeout_seconds)
+        _connect_to_process_0(host, port, participant, timeout_seconds)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -107,9 +107,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def await_service(address: str) -> None:
-    """Waits until JAX's coordination service listens, at most 2 seconds, on a process that has met process 0.
+    """Waits until JAX's coordination service listens, at most 2 seconds. Called after `compare_processes`, except on process 0.
 
-    JAX connects as soon as all have met. It would try a refused connection again a second later only.
+    JAX would try a refused connection again only a second later.
 
     Args:
         address: Host and port of the coordinator.
@@ -122,8 +122,8 @@ def await_service(address: str) -> None:
         time.sleep(0.01)
 
 
-class _Host:
-    """Process 0: receives the other processes and decides.
+class _Coordinator:
+    """Process 0: receives the descriptions of the other processes, compares them, and sends the result to all of them.
 
     Mutable: it holds the connections.
 
@@ -131,11 +131,11 @@ class _Host:
         host: The host of the coordinator's address.
         port: Its port.
         bind_host: The address of the interface to listen on; empty for all.
-        own: This process.
+        this: This process.
     """
 
-    def __init__(self, host: str, port: int, bind_host: str, own: Participant):
-        self._host, self._port, self._bind_host, self._own = host, port, bind_host, own
+    def __init__(self, host: str, port: int, bind_host: str, this: Participant):
+        self._host, self._port, self._bind_host, self._this = host, port, bind_host, this
         self._selector = selectors.DefaultSelector()
         self._received: dict[socket.socket, bytes] = {}
         self._participants: dict[socket.socket, Participant] = {}
@@ -148,7 +148,7 @@ class _Host:
         Raises:
             RuntimeError: Process 0 cannot listen, a process does not fit, or some are missing.
         """
-        start = next_notice = time.monotonic()
+        start = next_progress = time.monotonic()
         next_warning = start + _FIRST_WARNING_SECONDS
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
@@ -158,15 +158,15 @@ class _Host:
                 self._receive(0.1)
                 if self._problem:
                     deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
-                if time.monotonic() >= next_notice:
-                    next_notice += _NOTICE_SECONDS
+                if time.monotonic() >= next_progress:
+                    next_progress += _PROGRESS_SECONDS
                     self._send({"missing": self._missing()})
                 if time.monotonic() >= next_warning and not self._problem:
                     next_warning += _WARNING_SECONDS
-                    _LOG.warning("%s", self._waiting(time.monotonic() - start))
+                    _LOG.warning("%s", self._waiting_text(time.monotonic() - start))
             if self._missing() and not self._problem:
                 self._problem = (
-                    f"{self._waiting(time.monotonic() - start)} Check that each was started and has not failed, and that "
+                    f"{self._waiting_text(time.monotonic() - start)} Check that each was started and has not failed, and that "
                     "its machine can reach this address: the name resolves there, and no firewall closes the port."
                 )
             self._send({"error": self._problem} if self._problem else {"join": True})
@@ -192,7 +192,7 @@ class _Host:
 
     @contextlib.contextmanager
     def _probes(self) -> Iterator[None]:
-        """Looks for another process 0 at the address, while the other processes are missing.
+        """Connects to the address, to find another process 0 there, while other processes are missing.
 
         Two processes with the index 0 do not connect to each other otherwise: each would wait for the other processes, also at
         the same port, which they can share.
@@ -228,7 +228,7 @@ class _Host:
                 except (ValueError, TypeError, KeyError, OSError):
                     return other_program
                 connection.settimeout(_ANSWER_SECONDS)
-                connection.sendall(json_line(dataclasses.asdict(self._own)))
+                connection.sendall(json_line(dataclasses.asdict(self._this)))
                 while "error" not in (message := json.loads(next(lines))):
                     pass
                 return message["error"]
@@ -246,7 +246,7 @@ class _Host:
                 data = connection.recv(4096)
             except OSError:
                 data = b""
-            if not data:  # the process ended, or gave up: it, or one that replaces it, may connect again
+            if not data:  # the process has closed the connection: it, or one that replaces it, may connect again
                 self._forget(connection)
                 continue
             self._received[connection] += data
@@ -264,7 +264,7 @@ class _Host:
     def _add(self, connection: socket.socket) -> None:
         try:
             participant = Participant(**json.loads(self._received[connection]))
-            if any(type(value) is not type(getattr(self._own, name)) for name, value in vars(participant).items()):
+            if any(type(value) is not type(getattr(self._this, name)) for name, value in vars(participant).items()):
                 raise TypeError
         except (ValueError, TypeError):  # another program, or `jax.distributed.initialize` without jdist
             _LOG.warning("A program that does not use jdist connected to process 0 at port %d.", self._port)
@@ -275,44 +275,44 @@ class _Host:
 
     def _difference(self, other: Participant) -> str:
         """Returns why `other` cannot join; an empty string if it can."""
-        own = self._own
-        if other.count != own.count:
+        this = self._this
+        if other.count != this.count:
             return (
-                f"The processes expect different numbers of processes: {own} expects {own.count}, and {other} {other.count}. "
+                f"The processes expect different numbers of processes: {this} expects {this.count}, and {other} {other.count}. "
                 "Start all with the same number."
             )
-        if not 0 <= other.index < own.count:
-            valid = f"{own.count} processes have the indices 0 to {own.count - 1}"
+        if not 0 <= other.index < this.count:
+            valid = f"{this.count} processes have the indices 0 to {this.count - 1}"
             return f"An index is out of range: {other}, but {valid}. Correct it."
-        taken = next((one for one in (own, *self._participants.values()) if one.index == other.index), None)
+        taken = next((one for one in (this, *self._participants.values()) if one.index == other.index), None)
         if taken is not None:
-            first, second = sorted((_place(taken), _place(other)))  # two processes 0 report the same text
+            first, second = sorted((_location(taken), _location(other)))  # two processes 0 report the same text
             return (
-                f"Two processes have the index {other.index}: {first} and {second}. Give each of the {own.count} processes its "
-                f"own index, from 0 to {own.count - 1}."
+                f"Two processes have the index {other.index}: {first} and {second}. Give each of the {this.count} processes "
+                f"its own index, from 0 to {this.count - 1}."
             )
         for name in ("jax", "jdist"):
-            if getattr(other, name) != getattr(own, name):
+            if getattr(other, name) != getattr(this, name):
                 return (
-                    f"The processes have different versions of {name}: {own} has {getattr(own, name)}, and {other} has "
+                    f"The processes have different versions of {name}: {this} has {getattr(this, name)}, and {other} has "
                     f"{getattr(other, name)}. Install the same version on every machine."
                 )
-        if other.program != own.program:
+        if other.program != this.program:
             return (
-                f"The processes run different programs: {own} runs {own.program}, and {other} runs {other.program}. Start the "
-                "same script on every process."
+                f"The processes run different programs: {this} runs {this.program}, and {other} runs {other.program}. Start "
+                "the same script on every process."
             )
         return ""
 
     def _missing(self) -> list[int]:
         present = {0, *(participant.index for participant in self._participants.values())}
-        return [index for index in range(self._own.count) if index not in present]
+        return [index for index in range(self._this.count) if index not in present]
 
-    def _waiting(self, seconds: float) -> str:
+    def _waiting_text(self, seconds: float) -> str:
         missing = self._missing()
         names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return (
-            f"After {seconds:.0f} seconds, {names} of {self._own.count} "
+            f"After {seconds:.0f} seconds, {names} of {self._this.count} "
             f"ha{'ve' if len(missing) > 1 else 's'} not joined process 0 at {self._host}:{self._port}."
         )
 
@@ -335,15 +335,15 @@ class _Host:
         self._selector.close()
 
 
-def _attend(host: str, port: int, own: Participant, timeout_seconds: float) -> None:
-    """Connects to process 0 until it answers, and waits for its result."""
+def _connect_to_process_0(host: str, port: int, this: Participant, timeout_seconds: float) -> None:
+    """Connects to process 0, again until it answers, and waits for its result."""
     start, reason = time.monotonic(), ""
     next_warning = start + _FIRST_WARNING_SECONDS
     while (remaining := start + timeout_seconds - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(remaining, _ANSWER_SECONDS)) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
-                _await_result(connection, own, f"{host}:{port}", start, timeout_seconds)
+                _await_result(connection, this, f"{host}:{port}", start, timeout_seconds)
                 while connection.recv(4096):  # until process 0 has closed its port
                     pass
                 return
@@ -354,7 +354,7 @@ def _attend(host: str, port: int, own: Participant, timeout_seconds: float) -> N
             waited = time.monotonic() - start
             _LOG.warning(
                 "Process %d has tried for %.0f seconds to reach process 0 at %s:%d: %s.",
-                own.index,
+                this.index,
                 waited,
                 host,
                 port,
@@ -362,14 +362,14 @@ def _attend(host: str, port: int, own: Participant, timeout_seconds: float) -> N
             )
         time.sleep(_RETRY_SECONDS)
     raise RuntimeError(
-        f"Process {own.index} (on {own.host}) could not reach process 0 at {host}:{port} within {timeout_seconds:.0f} seconds: "
-        f"{reason}. Check that process 0 was started and has not failed, that this is the address of its machine, and that no "
-        "firewall closes the port."
+        f"Process {this.index} (on {this.host}) could not reach process 0 at {host}:{port} within {timeout_seconds:.0f} "
+        f"seconds: {reason}. Check that process 0 was started and has not failed, that this is the address of its machine, and "
+        "that no firewall closes the port."
     )
 
 
 def _await_result(
-    connection: socket.socket, own: Participant, address: str, start: float, timeout_seconds: float
+    connection: socket.socket, this: Participant, address: str, start: float, timeout_seconds: float
 ) -> None:
     """Waits until process 0 lets this process join.
 
@@ -388,17 +388,17 @@ def _await_result(
         problem = f"accepts connections, and did not answer within {_ANSWER_SECONDS:.0f} seconds"
     if problem:
         raise RuntimeError(
-            f"Process {own.index} cannot join: a program at {address} {problem}. Either another program uses this port: "
+            f"Process {this.index} cannot join: a program at {address} {problem}. Either another program uses this port: "
             "choose another one. Or process 0 called `jax.distributed.initialize` itself, or its group is complete without "
-            f"this process: check the number of processes and the index {own.index}."
+            f"this process: check the number of processes and the index {this.index}."
         )
-    connection.sendall(json_line(dataclasses.asdict(own)))
+    connection.sendall(json_line(dataclasses.asdict(this)))
     next_warning = start + _FIRST_WARNING_SECONDS
     while True:
         now = time.monotonic()
         if now > start + timeout_seconds + _ANSWER_SECONDS:
             raise RuntimeError(
-                f"Process {own.index} has waited for {now - start:.0f} seconds at {address}, and the processes {missing} have "
+                f"Process {this.index} has waited for {now - start:.0f} seconds at {address}, and the processes {missing} have "
                 "not joined. Check that each was started and has not failed."
             )
         message = json.loads(next(lines))
@@ -409,10 +409,10 @@ def _await_result(
         missing = message["missing"]
         if now > next_warning:
             next_warning += _WARNING_SECONDS
-            _LOG.warning("Process %d waits at %s for the processes %s.", own.index, address, missing)
+            _LOG.warning("Process %d waits at %s for the processes %s.", this.index, address, missing)
 
 
-def _place(participant: Participant) -> str:
+def _location(participant: Participant) -> str:
     return f"{participant.host} (pid {participant.pid}, {participant.program})"
 
 

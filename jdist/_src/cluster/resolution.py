@@ -88,9 +88,8 @@ def resolve_each(environ: Mapping[str, str] | None = None) -> dict[str, ClusterR
 
 def _try(resolver: Callable[..., ClusterResolver], variables: Variables) -> ClusterResolver | ValueError:
     try:
-        return resolver(
-            environ={"TPU_SKIP_MDS_QUERY": "1", **variables}
-        )  # a query of the metadata server takes seconds
+        # A query of the metadata server of a TPU takes seconds.
+        return resolver(environ={"TPU_SKIP_MDS_QUERY": "1", **variables})
     except ValueError as error:
         return error
     except TypeError as error:  # of a JSON value with the wrong type

@@ -25,8 +25,7 @@ class SimpleClusterResolver:
     """The processes of a cluster spec. All settings are read once, in the constructor.
 
     The chief is process 0, and the workers follow in the order of their task indices. Without a chief, the first worker is
-    process 0. An evaluator is a separate cluster of one process. Parameter servers do not have a process
-    index.
+    process 0. An evaluator is a separate cluster of one process. Parameter servers do not have a process index.
 
     Args:
         cluster_spec: The addresses of the tasks of each job: `"chief"`, `"worker"`, `"evaluator"`, `"ps"`. A list, or a mapping

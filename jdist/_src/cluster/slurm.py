@@ -90,8 +90,8 @@ class SlurmClusterResolver(SimpleClusterResolver):
             variables,
             local_id,
             node_counts[node],
-            per_process=_gpu_count(variables, "SLURM_GPUS_PER_TASK") if gpus_per_task is None else gpus_per_task,
-            per_host=_gpu_count(variables, "SLURM_GPUS_ON_NODE") if gpus_per_node is None else gpus_per_node,
+            per_process=_last_integer(variables, "SLURM_GPUS_PER_TASK") if gpus_per_task is None else gpus_per_task,
+            per_host=_last_integer(variables, "SLURM_GPUS_ON_NODE") if gpus_per_node is None else gpus_per_node,
         )
         port = port_of_job(f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}")
         base = port if port_base is None else port_base
@@ -161,7 +161,8 @@ def _places(node_counts: list[int], variables: Variables) -> list[tuple[int, int
             "SLURM_DISTRIBUTION is 'arbitrary', so the node of each task is unknown. Use `--distribution=block`, or set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         )
-    size = {"cyclic": 1, "plane": _gpu_count(variables, "SLURM_DIST_PLANESIZE")}.get(distribution) or max(node_counts)
+    sizes = {"cyclic": 1, "plane": _last_integer(variables, "SLURM_DIST_PLANESIZE")}
+    size = sizes.get(distribution) or max(node_counts)
     places: list[tuple[int, int]] = []
     for first in range(0, max(node_counts), size):
         for node, count in enumerate(node_counts):
@@ -169,8 +170,8 @@ def _places(node_counts: list[int], variables: Variables) -> list[tuple[int, int
     return places
 
 
-def _gpu_count(variables: Variables, name: str) -> int | None:
-    """Returns the number of a variable such as `"4"` or `"gpu:a100:4"`, or None if it is not set."""
+def _last_integer(variables: Variables, name: str) -> int | None:
+    """Returns the last number of a variable, such as 4 of `"4"` or `"gpu:a100:4"`; None if it is not set."""
     text = variables.get(name, "").split(":")[-1].strip()
     return read_integer({name: text}, name) if text else None
 

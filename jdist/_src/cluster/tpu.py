@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 
 from jdist._src.cluster.metadata import get_attribute
 from jdist._src.cluster.resolver import ClusterNotFoundError
-from jdist._src.cluster.settings import coordinator_override, with_port
+from jdist._src.cluster.settings import Variables, coordinator_override, with_port
 from jdist._src.cluster.simple import SimpleClusterResolver
 
 _PORT = "8482"  # JAX's default port on a TPU; libtpu and Megascale use others
@@ -35,7 +35,6 @@ class _Setting(NamedTuple):
 
 
 _Settings = dict[str, _Setting]
-_Variables = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -148,7 +147,7 @@ class TPUClusterResolver(SimpleClusterResolver):
         )
 
 
-def _from_variables(variables: _Variables) -> _Settings:
+def _from_variables(variables: Variables) -> _Settings:
     names = (_PATH, _PROCESSES, _HOSTS, *_IDS, *_SLICES, _TYPE, _TOPOLOGY, _BOUNDS)
     settings = {name: _Setting(text, name) for name in names if (text := variables.get(name, "").strip())}
     if path := settings.pop(_PATH, None):
@@ -166,7 +165,7 @@ def _identify_process(settings: _Settings) -> bool:
     return processes is not None and ("," not in processes.text or any(name in settings for name in _IDS))
 
 
-def _addresses(settings: _Settings, variables: _Variables) -> tuple[tuple[str, ...], str]:
+def _addresses(settings: _Settings, variables: Variables) -> tuple[tuple[str, ...], str]:
     """Returns the addresses of the processes of this slice, and their source."""
     processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
     if processes is None:
@@ -208,7 +207,7 @@ def _integer(setting: _Setting) -> int:
     return int(setting.text)
 
 
-def _coordinator(argument: str | None, settings: _Settings, variables: _Variables, first: str, num_slices: int) -> str:
+def _coordinator(argument: str | None, settings: _Settings, variables: Variables, first: str, num_slices: int) -> str:
     if explicit := coordinator_override(argument, variables):
         return explicit
     coordinator = settings.get(_SLICES[2])
@@ -242,7 +241,7 @@ def _chips_per_process(settings: _Settings, count: int, source: str) -> int | No
     return chips // count
 
 
-def _not_found_message(settings: _Settings, variables: _Variables) -> str:
+def _not_found_message(settings: _Settings, variables: Variables) -> str:
     present = ", ".join(f"{setting.source} is {setting.text!r}" for setting in settings.values()) or "none"
     skipped = f"the server was not queried because {_SKIP} is set (JAX sets it if it finds no TPU chip)"
     result = skipped if _SKIP in variables else f"the server at {_server(variables)} does not have it"
@@ -271,7 +270,7 @@ def _from_metadata(server: str, timeout: float) -> _Settings:
     return {name: setting for name, setting in settings.items() if setting.text}
 
 
-def _server(variables: _Variables) -> str:
+def _server(variables: Variables) -> str:
     return variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP") or "metadata.google.internal"
 
 

@@ -20,7 +20,7 @@ class UnionResolver(SimpleClusterResolver):
 
     Raises:
         TypeError: An argument is not a `ClusterResolver`.
-        ValueError: No resolver is passed, two tasks have the same index, or a resolver does not know the addresses of its
+        ValueError: No resolver is passed, two tasks have the same index, or a resolver does not contain the addresses of its
             processes.
 
     Example:
@@ -65,7 +65,7 @@ def _check_addresses(position: int, resolver: ClusterResolver, spec: dict[str, d
     count = sum(len(spec.get(job, {})) for job in ("chief", "worker"))
     if count != resolver.num_processes and not (_has_task(resolver) and resolver.task_type == "evaluator"):
         raise ValueError(
-            f"Argument {position} of `UnionResolver` knows the addresses of {count} of its {resolver.num_processes} "
+            f"Argument {position} of `UnionResolver` contains the addresses of {count} of its {resolver.num_processes} "
             "processes. Use it without a union, or pass a `SimpleClusterResolver` with all addresses."
         )
 

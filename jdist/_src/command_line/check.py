@@ -42,7 +42,7 @@ def _run(arguments: argparse.Namespace) -> int:
     is_program = arguments.run is not None
     if is_program == bool(arguments.target) or arguments.run == []:
         return _refuse("Pass one file: `jdist check FILE.py:function`, or `jdist check --run train.py ARGUMENTS`.")
-    file, _, function = (arguments.run[0], "", "") if is_program else _split_target(arguments.target)
+    file, function = (arguments.run[0], "") if is_program else _split_target(arguments.target)
     if not os.path.isfile(file):
         return _refuse(f"{file} does not exist.")
     if arguments.devices is not None and arguments.devices < 1:
@@ -64,7 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
             traceback.print_exc()
             return _refuse(f"{file} could not be loaded.")
         report, failed = _check_functions(pairs)
-    print(report.to_json() if arguments.json else report)
+    if arguments.json:
+        print(report.to_json())
+    elif report.functions or not failed:  # after a failure, "no function is mapped" would name another cause
+        print(report)
     return 1 if report.num_findings or failed else 0
 
 
@@ -77,9 +80,9 @@ class _UsageError(Exception):
     pass
 
 
-def _split_target(target: str) -> tuple[str, str, str]:
-    file, separator, function = target.rpartition(":")
-    return (file, separator, function) if file.endswith(".py") else (target, "", "")
+def _split_target(target: str) -> tuple[str, str]:
+    file, _, function = target.rpartition(":")
+    return (file, function) if file.endswith(".py") else (target, "")
 
 
 def _use_cpu(count: int | None) -> None:

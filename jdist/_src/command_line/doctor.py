@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 
-from jdist._src.command_line.checks import all_checks, read_environment
+from jdist._src.command_line.doctor_checks import all_checks, read_environment
 from jdist._src.command_line.verb import Verb
 
 

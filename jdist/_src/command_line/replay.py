@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from jdist._src.command_line.verb import Verb
-from jdist._src.parameter_server.event_log import REPLAY_VARIABLE, VERDICT_VARIABLE, Verdict, read_log
+from jdist._src.parameter_server.event_log import REPLAY_VARIABLE, VERDICT_VARIABLE, ReplayVerdict, read_log
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         verdict_file = pathlib.Path(folder, "verdict.json")
         environment = {**os.environ, REPLAY_VARIABLE: str(log), VERDICT_VARIABLE: str(verdict_file)}
         status = subprocess.run(command, cwd=program["folder"], env=environment, check=False).returncode
-        verdict = Verdict(*json.loads(verdict_file.read_text())) if verdict_file.exists() else None
+        verdict = ReplayVerdict(*json.loads(verdict_file.read_text())) if verdict_file.exists() else None
     result = verdict or "the program did not replay this file: it ended before its first step, or records another file."
     print(f"jdist replay: {result}", file=sys.stderr)
     return status or (0 if verdict and verdict.is_equal else 1)

@@ -35,7 +35,7 @@ from jdist._src.launch.job import AttemptPlan, Job, JobSettings
 from jdist._src.launch.output import Console
 from jdist._src.launch.ray_engine import RayEngine
 from jdist._src.launch.signals import ReceivedSignals, received_signals
-from jdist._src.launch.variables import gpu_shares, gpus_of_slots, process_variables, usable_cores
+from jdist._src.launch.variables import divisible_gpus, gpus_of_slots, process_variables, usable_cores
 
 _Number = TypeVar("_Number", int, float)
 _EXIT_SECONDS = 0.3  # after an error, if the job can start again
@@ -116,7 +116,7 @@ def _engine(
         with contextlib.closing(engine):
             yield engine.run, engine.capacity
         return
-    gpus = gpu_shares(os.environ, num_slots, arguments.devices_per_process)
+    gpus = divisible_gpus(os.environ, num_slots, arguments.devices_per_process)
 
     def run(plan: AttemptPlan, *check: Callable[[EndRules], None]) -> AttemptResult:
         cache.remove_incomplete_entries()

@@ -444,7 +444,7 @@ class MapBinding(NamedTuple):
         check_vma: Whether JAX checks that results without an axis in their `PartitionSpec` are replicated over it.
         donated: Whether the memory of each operand is donated by the `pmap`.
         arguments: The positions of the operands, in the structure of the arguments, of a `pmap`: `(args, kwargs)`.
-        trace: Traces the function for operands of these types; with `whole`, on a mesh whose manual axes have size 1.
+        trace: Traces the function for operands of these types; with `is_single`, on a mesh whose manual axes have size 1.
     """
 
     kind: str
@@ -524,9 +524,9 @@ def _map_binding(
     if module.startswith(("jax.", "jdist.")):
         return None
 
-    def trace(types: Sequence[jax.ShapeDtypeStruct], whole: bool) -> TracedBody:
-        changed = {**params, "mesh": _with_size_one(mesh, axes)} if whole else params
-        return _traced_body(lambda *operands: bind(*operands, **changed).unflatten(), types, axes if whole else ())
+    def trace(types: Sequence[jax.ShapeDtypeStruct], is_single: bool) -> TracedBody:
+        changed = {**params, "mesh": _with_size_one(mesh, axes)} if is_single else params
+        return _traced_body(lambda *operands: bind(*operands, **changed).unflatten(), types, axes if is_single else ())
 
     names = tuple(debug_info.arg_names or ()) if debug_info else ()
     source = (debug_info.func_src_info if debug_info else None) or ""
@@ -546,14 +546,14 @@ def _pmap_binding(
         shape = kind.shape if dim is None else (*kind.shape[:dim], *kind.shape[dim + 1 :])
         return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
-    def trace(types: Sequence[jax.ShapeDtypeStruct], whole: bool) -> TracedBody:
+    def trace(types: Sequence[jax.ShapeDtypeStruct], is_single: bool) -> TracedBody:
         def call(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
             return wrapped.call_wrapped(*args, **kwargs)
 
-        one = _with_size_one(mesh, frozenset(sizes)) if whole else mesh
+        one = _with_size_one(mesh, frozenset(sizes)) if is_single else mesh
         mapped = jax.shard_map(call, mesh=one, in_specs=replicated, out_specs=replicated, check_vma=False)
-        body = _traced_body(mapped, types, frozenset(sizes) if whole else ())
+        body = _traced_body(mapped, types, frozenset(sizes) if is_single else ())
         axes = jax.tree.broadcast(out_axes, body.results, is_leaf=lambda leaf: leaf is None)
         leaves = jax.tree.leaves(axes, is_leaf=lambda leaf: leaf is None)
         return body._replace(specs=tuple(replicated if dim is None else split for dim in leaves))

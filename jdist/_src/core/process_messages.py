@@ -23,7 +23,7 @@ from jdist._src.core import activity, exit_work
 from jdist._src.core.call_records import SAME_CALLS
 from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.jax_compat import are_recoverable, key_value_store, live_processes
-from jdist._src.core.source_lines import caller_frame, code_at
+from jdist._src.core.source_lines import caller_text
 
 _POLL_MILLISECONDS = 200  # the first of a wait; also between two calls of `should_stop`
 _POLL_MILLISECONDS_PER_PROCESS = 10  # later: the store answers a request in about 0.1 ms
@@ -260,8 +260,7 @@ class _LongWait:
 
     def __init__(self, store: Any, place: Sequence[Any], reason: str):
         self._store, self._place, self._reason = store, list(place), reason
-        frame = caller_frame()
-        self._line = f" ({code_at(frame)})" if frame else ""
+        self._line = caller_text()
         self._own: str | None = None  # the published wait
         self._waits: Mapping[str, str] = {}
         self._lost: list[int] | None = None

@@ -39,6 +39,11 @@ def facts_table(title: str, facts: Mapping[str, str]) -> Any:
     return Group(Text(title, style="bold"), table) if title else table
 
 
+def facts_html(title: str, facts: Mapping[str, str]) -> str:
+    """Returns `facts_table` as an HTML element, with names and texts on one line each, of at most 60 and 400 characters."""
+    return html_of(facts_table(title, {printable(name): printable(fact, 400) for name, fact in facts.items()}))
+
+
 def rows_table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],

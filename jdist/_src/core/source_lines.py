@@ -96,7 +96,12 @@ def warning_frame(equation: Equation) -> Frame | None:
 
 
 def call_frame(equation: Equation, calls: Sequence[Equation]) -> Frame | None:
-    """Returns the user's line of an equation inside a function of JAX, such as `jax.random.bernoulli`.
+    """Returns the user's line of an equation. See `calling_equation` for the arguments."""
+    return equation_frame(calling_equation(equation, calls))
+
+
+def calling_equation(equation: Equation, calls: Sequence[Equation]) -> Equation:
+    """Returns the equation that calls the function of JAX that contains `equation`, such as `jax.random.bernoulli`, or itself.
 
     JAX caches the jaxprs of its functions, so the equation has the line of the first call of the function; the equation
     that calls the function has the line of this call.
@@ -109,7 +114,7 @@ def call_frame(equation: Equation, calls: Sequence[Equation]) -> Frame | None:
         if not jax_compat.is_function_of(call, _folders("jax")):
             break
         equation = call
-    return equation_frame(equation)
+    return equation
 
 
 def error_frame(error: BaseException) -> Frame | None:
@@ -128,6 +133,12 @@ def caller_frame(frame: FrameType | None = None) -> Frame | None:
             return Frame(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
     return None
+
+
+def caller_text(frame: FrameType | None = None) -> str:
+    """Returns the line of `caller_frame` for messages: " (`next(batches)` at loader.py:88)"; empty if there is none."""
+    caller = caller_frame(frame)
+    return f" ({code_at(caller)})" if caller else ""
 
 
 def warn_at_caller(message: str, category: type[Warning] = UserWarning) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,9 @@ def describe_tree(tree: PyTree, max_length: int = 100) -> str:
     return f"{type(tree).__name__} of {len(jax.tree.leaves(tree)):,} arrays"
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")  # of a function, or of an object without a repr of its class
+
+
 def one_line(value: Any, max_length: int = 80) -> str:
     """Returns `repr(value)` for messages, on one line and shortened; for arrays and trees of them their dtypes and shapes.
 
@@ -91,7 +95,7 @@ def one_line(value: Any, max_length: int = 80) -> str:
     if has_dtype(value) and not isinstance(value, np.generic):
         return dtype_and_shape(value)
     try:
-        text = repr(value)
+        text = _ADDRESS.sub("", repr(value))
     except Exception:  # of an array that was donated, for example
         text = f"<{type(value).__name__}>"
     if len(text) <= max_length and "\n" not in text:

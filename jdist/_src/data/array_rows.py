@@ -174,7 +174,7 @@ def as_numeric_array(name: str, leaf: Any, where: str) -> np.ndarray:
             "read a generator, pass the generator function, without arguments, or the generator."
         )
     try:
-        array = _of_torch(leaf)
+        array = _as_numpy(leaf)
         array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, random keys, remote arrays, tensors with gradients
         raise ValueError(
@@ -195,7 +195,7 @@ def as_numeric_array(name: str, leaf: Any, where: str) -> np.ndarray:
     return array
 
 
-def _of_torch(leaf: Any) -> np.ndarray:
+def _as_numpy(leaf: Any) -> np.ndarray:
     """Returns `leaf` as a numpy array. Torch tensors of dtypes that numpy does not have are viewed as those of ml_dtypes."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
@@ -225,7 +225,7 @@ def check_ranges(tree: PyTree) -> None:
         check_range(name, leaf)
 
 
-def to_32_bits(tree: PyTree) -> PyTree:
+def canonicalize_dtypes(tree: PyTree) -> PyTree:
     """Returns the rows in the dtypes of JAX, which have at most 32 bits unless 64-bit types are enabled.
 
     Raises:
@@ -233,10 +233,12 @@ def to_32_bits(tree: PyTree) -> PyTree:
     """
     if all(leaf.itemsize < 8 for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.structure(tree).unflatten([_to_32_bits(name, leaf) for name, leaf in named_leaves("source", tree)])
+    return jax.tree.structure(tree).unflatten(
+        [_canonicalize_dtypes(name, leaf) for name, leaf in named_leaves("source", tree)]
+    )
 
 
-def _to_32_bits(name: str, leaf: np.ndarray) -> np.ndarray:
+def _canonicalize_dtypes(name: str, leaf: np.ndarray) -> np.ndarray:
     if leaf.itemsize < 8:
         return leaf
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)

@@ -24,10 +24,10 @@ _BATCHES_PER_COMPARISON = 16
 
 
 class Channel(NamedTuple):
-    """A new message exchange between the processes of a mesh.
+    """The name and the processes of a message exchange that has not begun.
 
     Attributes:
-        name: The name of the exchange.
+        name: The name of the exchange, which no other exchange has.
         processes: JAX's indices of the processes.
     """
 
@@ -36,13 +36,13 @@ class Channel(NamedTuple):
 
 
 def new_channel(mesh: Mesh) -> Channel:
-    """Returns a new message exchange between the processes of `mesh`. All of them call it in the same order."""
+    """Returns the channel of a new exchange between the processes of `mesh`. All of them call it in the same order."""
     processes = processes_of(mesh)
     return Channel(numbered_name(f"jdist/input/{zlib.crc32(repr(processes).encode())}"), processes)
 
 
-def place_of(epoch: int, number: int) -> str:
-    """Returns the place of a batch, for messages."""
+def batch_location(epoch: int, number: int) -> str:
+    """Returns the number and the epoch of a batch, for messages."""
     return f" in batch {number} of epoch {epoch}"
 
 
@@ -52,7 +52,7 @@ class ProcessBatchSync:
     Args:
         channel: The exchange. None: this process reads alone, and nothing is exchanged.
         share: The part of each batch that this process holds.
-        should_stop: Whether to stop waiting for messages.
+        should_stop: Whether to stop waiting for messages; by default `bool`, which returns False.
     """
 
     def __init__(self, channel: Channel | None, share: ProcessShare, should_stop: Callable[[], bool] = bool):
@@ -93,7 +93,7 @@ class ProcessBatchSync:
         self,
         local_counts: dict[int, int],
         width: int,
-        rows: str | None,
+        description: str | None,
         epoch: int,
         number: int,
         digest: Digest | None = None,
@@ -104,7 +104,7 @@ class ProcessBatchSync:
         Args:
             local_counts: The number of examples of the shards that this process reads.
             width: The width that the rows of this process are padded to, or 0.
-            rows: The description of the rows of this process, if it has read any.
+            description: The description of the rows of this process, if it has read any.
             epoch: The epoch of the batch.
             number: The number of the batch in the epoch.
             digest: The digest of the first examples of the batch, if the processes compare them.
@@ -117,10 +117,16 @@ class ProcessBatchSync:
         """
         if self._exchange is None:
             return list(local_counts.values()), width
-        where = place_of(epoch, number)
+        where = batch_location(epoch, number)
         # The same message for all full batches of an epoch: a message that has changed takes another request.
         offset = number - self._num_batches
-        message = {"counts": list(local_counts.items()), "width": width, "rows": rows, "epoch": epoch, "offset": offset}
+        message = {
+            "counts": list(local_counts.items()),
+            "width": width,
+            "rows": description,
+            "epoch": epoch,
+            "offset": offset,
+        }
         if digest is not None:
             message["digest"] = digest
         if len(self._processes) == jax.process_count():  # the calls of programs that all processes make are recorded
@@ -129,7 +135,7 @@ class ProcessBatchSync:
             message["marks"] = self._marks
         messages = self._all_messages(message, where)
         self._check_calls([message.get("marks", []) for message in messages])
-        self._check_equal([f"the rows{place_of(m['epoch'], m['offset'] + self._num_batches)}" for m in messages])
+        self._check_equal([f"the rows{batch_location(m['epoch'], m['offset'] + self._num_batches)}" for m in messages])
         self._num_batches += 1
         self._check_equal([message["rows"] and f"{message['rows']}{where}" for message in messages])
         if digest is not None and reread is not None:

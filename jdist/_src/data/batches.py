@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
-from jdist._src.data.array_rows import check_same_rows, describe_row, float64_warning, to_32_bits
-from jdist._src.data.batch_sync import Channel, ProcessBatchSync, place_of
+from jdist._src.data.array_rows import canonicalize_dtypes, check_same_rows, describe_row, float64_warning
+from jdist._src.data.batch_sync import Channel, ProcessBatchSync, batch_location
 from jdist._src.data.config import InputConfig
 from jdist._src.data.files import Files
 from jdist._src.data.shard_readers import IndexedReader, ShardBlock, ShardReader, StreamReader
@@ -22,7 +22,7 @@ from jdist._src.data.shards import PAD_EVERY_BATCH, ProcessShare, ShardRows, che
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.source_adapters import stream_of_files
 from jdist._src.data.source_check import Digest
-from jdist._src.data.source_iterators import READ_AGAIN
+from jdist._src.data.source_iterators import READ_AGAIN_ADVICE
 from jdist._src.data.sources import Arrays, Stream
 
 
@@ -76,7 +76,7 @@ def read_batches(
         share: The part of each batch that this process holds.
         start: The position of the first batch.
         channel: The message exchange with the other processes, if any.
-        should_stop: Whether to stop waiting for them.
+        should_stop: Whether to stop waiting for them; by default `bool`, which returns False.
     """
     is_single = share.num_pipelines == 1 or in_memory_on_all(config, share)
     with contextlib.closing(ProcessBatchSync(None if is_single else channel, share, should_stop)) as sync:
@@ -89,8 +89,8 @@ def element_shapes(config: InputConfig, share: ProcessShare, start: Position, ch
     Raises:
         ValueError: The source can be read only once, and only reading it determines the shapes.
     """
-    if config.read_again is not None:
-        kind, advice = config.read_again
+    if config.one_shot is not None:
+        kind, advice = config.one_shot
         raise ValueError(
             f"The source is a {kind}, whose first batch determines the shapes, and which can be read only once. {advice}"
         )
@@ -141,7 +141,7 @@ class _BatchReader:
                 self._warning = None
             if is_empty and begin.batch == 0:
                 dropped = self._dropped - dropped_before
-                problem = _empty_epoch_error(self._config, epoch, dropped, self._size, self._short_counts)
+                problem = empty_epoch_text(self._config, epoch, dropped, self._size, self._short_counts)
                 raise ValueError(f"{problem} {self._warning}" if self._warning else problem)
             if epoch == start.epoch and self._dropped and self._config.num_examples(self._share) is None:
                 at_least = "at least " if len(self._short_counts) > 1 else ""
@@ -156,7 +156,7 @@ class _BatchReader:
             self._sync.run(lambda: self._open(readers, begin))
             parts = self._parts(self._size or 0, begin.shards)
             for number in itertools.count(begin.batch):
-                where = place_of(begin.epoch, number)
+                where = batch_location(begin.epoch, number)
                 blocks, rows = self._sync.run(lambda where=where: self._read_blocks(parts, readers, where))
                 local_counts = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
                 width = self._sync.run(lambda rows=rows, where=where: self._width(rows, where))
@@ -195,7 +195,7 @@ class _BatchReader:
 
     def _reread_digest(self, reader: StreamReader, begin: Position) -> Digest | None:
         """Returns the digest of the same examples after reading them again; the same digest if that is not possible."""
-        if self._config.read_again is not None or reader.state() is not None:
+        if self._config.one_shot is not None or reader.state() is not None:
             return reader.digest
         readers: dict[int, ShardReader] = {}
         try:
@@ -214,10 +214,12 @@ class _BatchReader:
             source = config.source
             if isinstance(source, Files):
                 shard, shards = (0, 1) if config.own_source else (part.shard, begin.shards)
-                batches = config.batch_size is None
-                source = stream_of_files(source, batches, config.shuffle, config.seed, shard, shards, config.buckets)
+                are_batches = config.batch_size is None
+                source = stream_of_files(
+                    source, are_batches, config.shuffle, config.seed, shard, shards, config.buckets
+                )
             if isinstance(source, Stream):
-                first = begin.batch * (batches_per_block if source.batches else part.size)
+                first = begin.batch * (batches_per_block if source.are_batches else part.size)
                 compares = self._share.num_pipelines > 1 and begin.shards == 1 and not config.own_source
                 reader = StreamReader(
                     source, begin.epoch, first, batches_per_block, begin.source, config.buckets, compares
@@ -233,7 +235,7 @@ class _BatchReader:
     def _global_size(self, rows: int, shards: int) -> int:
         """Returns the number of examples in a global batch where an element of the source has `rows` rows."""
         if rows == 0:
-            raise ValueError(_empty_epoch_error(self._config, 0, 0, None, []))
+            raise ValueError(empty_epoch_text(self._config, 0, 0, None, []))
         if self._config.replica_batches:
             return rows * self._share.num_replicas
         if self._config.own_source:
@@ -278,12 +280,12 @@ class _BatchReader:
             check_same_rows(self._first_rows, compared, where)
         if self._config.check is not None:
             self._config.check(rows, where)
-        return to_32_bits(rows)
+        return canonicalize_dtypes(rows)
 
-    def _width(self, blocks: list[PyTree], where: str) -> int:
-        """Returns the width that the blocks of this process have to be padded to; 0 without buckets, or without examples."""
+    def _width(self, block_rows: list[PyTree], where: str) -> int:
+        """Returns the width that the rows of this process have to be padded to; 0 without buckets, or without examples."""
         buckets = self._config.buckets
-        return max((buckets.width(rows, where) for rows in blocks if rows is not None), default=0) if buckets else 0
+        return max((buckets.width(rows, where) for rows in block_rows if rows is not None), default=0) if buckets else 0
 
     def _join(self, blocks: list[ShardBlock], rows: list[PyTree], width: int, where: str) -> PyTree:
         """Returns all rows of this process, ordered by shard, as leaves `[local replica, row, ...]`."""
@@ -316,7 +318,7 @@ class _BatchReader:
 def _batched_elements_warning(config: InputConfig, rows: PyTree) -> str | None:
     """Returns a warning if the examples of a source look like batches: the first dimension of every leaf is the batch size."""
     size, source = config.batch_size, config.source
-    are_batches = isinstance(source, Stream) and source.batches
+    are_batches = isinstance(source, Stream) and source.are_batches
     if size is None or are_batches or isinstance(source, Arrays):
         return None
     if any(leaf.ndim < 2 or leaf.shape[1] != size for leaf in jax.tree.leaves(rows)):
@@ -327,8 +329,16 @@ def _batched_elements_warning(config: InputConfig, rows: PyTree) -> str | None:
     )
 
 
-def _empty_epoch_error(config: InputConfig, epoch: int, dropped: int, size: int | None, short_counts: list[int]) -> str:
-    """Returns the message for an epoch without batches, given the number of dropped examples."""
+def empty_epoch_text(config: InputConfig, epoch: int, dropped: int, size: int | None, short_counts: list[int]) -> str:
+    """Returns the message for an epoch without batches.
+
+    Args:
+        config: The source and its options.
+        epoch: The epoch.
+        dropped: The number of examples that `remainder="drop"` dropped.
+        size: The number of examples in a global batch, if it is known.
+        short_counts: The number of examples of each shard in the first dropped batch; empty for one shard.
+    """
     if dropped and len(short_counts) > 1:
         return (
             f"Shard {short_counts.index(min(short_counts))} of the {len(short_counts)} shards of the data has only "
@@ -341,5 +351,5 @@ def _empty_epoch_error(config: InputConfig, epoch: int, dropped: int, size: int 
             f'{config.smaller_batch_advice}, or pass remainder="pad".'
         )
     if epoch:
-        return f"The source yields no examples in epoch {epoch}, but did in the one before. {READ_AGAIN}"
+        return f"The source yields no examples in epoch {epoch}, but did in the one before. {READ_AGAIN_ADVICE}"
     return "The source is empty: there is nothing to distribute."

@@ -27,8 +27,8 @@ class Buckets:
         fill: The value of the padding.
 
     Raises:
-        ValueError: `widths` is empty, or not ascending.
-        TypeError: A width is not an integer, or `fill` is not a number.
+        ValueError: `widths` is empty or not ascending, or a width is less than 1.
+        TypeError: `widths` is not a sequence of integers, `leaves` is a string, or `fill` is not a number.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -120,14 +120,14 @@ class Buckets:
         """Returns an example with each selected list of numbers, which JAX reads as a tree, as one array `[width]`."""
 
         def as_array(path: Sequence[Any], leaf: Any) -> Any:
-            if not is_numbers(leaf) or not self._selects(path):
+            if not _is_numbers(leaf) or not self._selects(path):
                 return leaf
             array = np.asarray(leaf)
             # Python floats do not have a width: they get JAX's default one.
             is_python = array.dtype.kind in "fc" and not any(isinstance(x, np.generic) for x in leaf)
             return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if is_python else array
 
-        return jax.tree_util.tree_map_with_path(as_array, example, is_leaf=is_numbers)
+        return jax.tree_util.tree_map_with_path(as_array, example, is_leaf=_is_numbers)
 
     def as_arrays(self, rows: PyTree) -> PyTree:
         """Returns `rows` with each selected object array of rows of different widths padded to the largest width."""
@@ -150,12 +150,12 @@ class Buckets:
         return self.leaves is None or any(key in self.leaves for key in keys)
 
 
-def is_numbers(value: Any) -> bool:
+def _is_numbers(value: Any) -> bool:
     """Returns whether `value` is a list of numbers, such as the ids of a sentence; it may be empty."""
     return isinstance(value, list) and all(isinstance(x, (bool, int, float, complex, np.generic)) for x in value)
 
 
 def _resized(leaf: np.ndarray, width: int, fill: Any) -> np.ndarray:
     """Returns `[row, width, ...]`, cut or padded to `width`."""
-    missing = [(0, max(0, width - leaf.shape[1])) if dim == 1 else (0, 0) for dim in range(leaf.ndim)]
-    return np.pad(leaf[:, :width], missing, constant_values=fill)
+    padding = [(0, max(0, width - leaf.shape[1])) if dim == 1 else (0, 0) for dim in range(leaf.ndim)]
+    return np.pad(leaf[:, :width], padding, constant_values=fill)

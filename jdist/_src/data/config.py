@@ -37,7 +37,7 @@ class InputConfig:
             which the source yields as a batch of one row.
         buckets: The widths that batches of varying width are padded to.
         check: Raises an error for rows, leaves `[row, ...]`, of a batch whose place the second argument names.
-        warn: Logs a warning, once per text.
+        warn: Logs a warning. The one that `distribute` passes logs each text once.
     """
 
     source: Indexed | Stream | Files
@@ -59,8 +59,8 @@ class InputConfig:
                 f"The source is endless, so its first epoch does not end, got epochs={self.epochs}. Pass `epochs=None`, and "
                 "end the loop after a number of batches: `itertools.islice(dataset, 1000)`."
             )
-        if self.read_again is not None and self.epochs != 1:
-            kind, advice = self.read_again
+        if self.one_shot is not None and self.epochs != 1:
+            kind, advice = self.one_shot
             raise ValueError(f"The source is a {kind}, which can be read only once, but epochs={self.epochs}. {advice}")
 
     @property
@@ -69,9 +69,9 @@ class InputConfig:
         return isinstance(self.source, Stream) and self.source.endless
 
     @property
-    def read_again(self) -> tuple[str, str] | None:
+    def one_shot(self) -> tuple[str, str] | None:
         """If the source can be read only once, its class and the advice to pass another one; see `Stream`."""
-        return self.source.read_again if isinstance(self.source, Stream) else None
+        return self.source.one_shot if isinstance(self.source, Stream) else None
 
     @property
     def method(self) -> str:
@@ -126,7 +126,7 @@ class InputConfig:
         if isinstance(source, Files):
             return f"{len(source.paths):,} files"
         if isinstance(source, Stream):
-            return f"{'endless' if source.endless else 'a'} stream of {'batches' if source.batches else 'examples'}"
+            return f"{'endless' if source.endless else 'a'} stream of {'batches' if source.are_batches else 'examples'}"
         return f"{len(source):,} examples"
 
 

@@ -34,7 +34,7 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.values.batch_layout import BatchLayout
 from jdist._src.values.per_replica import PerReplica
 
-_is_tracing = jax.profiler.TraceAnnotation.is_enabled  # costs 0.03 µs
+_is_profiling = jax.profiler.TraceAnnotation.is_enabled  # costs 0.03 µs
 
 
 @explains_attributes("dataset")
@@ -44,6 +44,14 @@ class DistributedDataset:
     A batch has the structure of the source's elements. Each leaf is a `PerReplica` `[replica, batch / replica, ...]`; the
     replicas hold consecutive rows of the global batch. With `remainder="pad"` an element is `(batch, weights)`: weights
     `[replica, batch / replica]`, float32, are 1 for an example and 0 for padding.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> dataset = strategy.distribute_dataset(np.arange(6), batch_size=4, remainder="pad")
+        >>> for batch, weights in dataset:
+        ...     print(batch.tree.tolist(), weights.tree.tolist())
+        [[0, 1], [2, 3]] [[1.0, 1.0], [1.0, 1.0]]
+        [[4, 5], [4, 4]] [[1.0, 1.0], [0.0, 0.0]]
     """
 
     def __init__(
@@ -110,8 +118,10 @@ class DistributedDataset:
         shapes = element_shapes(self._config, self._share, self._first_position(), channel)
         if self._layout is None:
             return jax.tree.map(self._spec, shapes)
-        place = LayoutPlacement(self._layout, self._share)
-        return (place.specs(shapes[0]), place.specs(shapes[1], True)) if self.has_weights else place.specs(shapes)
+        placement = LayoutPlacement(self._layout, self._share)
+        if self.has_weights:
+            return placement.specs(shapes[0]), placement.specs(shapes[1], are_weights=True)
+        return placement.specs(shapes)
 
     @property
     def has_weights(self) -> bool:
@@ -131,7 +141,7 @@ class DistributedDataset:
     @property
     def is_one_shot(self) -> bool:
         """Whether the source is an iterator, which can be read only once."""
-        return self._config.read_again is not None
+        return self._config.one_shot is not None
 
     def repeated(self, epochs: int | None) -> "DistributedDataset":
         """Returns the data set with another number of epochs; None for an infinite data set.
@@ -254,7 +264,7 @@ class DistributedDataset:
 
     def _start_prefetch(self, position: Position) -> "Inline[LocalBatch] | Threaded[LocalBatch]":
         config, share = self._config, self._share
-        # The name is created here, not in the thread, so that the order of names is the same on every process.
+        # The name of the exchange is made here, not in the thread, so that the order of names is the same on every process.
         channel = new_channel(self._replicas.mesh)
         make = functools.partial(_device_batches, config, share, self._replicas, self._layout, position, channel)
         if self._cache is not None:
@@ -263,7 +273,8 @@ class DistributedDataset:
         if in_memory and share.num_pipelines > 1:
             with contextlib.closing(ProcessBatchSync(channel, share)) as sync:
                 sync.check_same(f"the position {position}")
-        # A thread only costs time where reading does not block, since transfers are asynchronous. Agreement blocks.
+        # A thread only costs time where reading does not block, since transfers are asynchronous. Reading blocks where the
+        # processes exchange messages.
         reads_ahead = isinstance(config.source, Stream) and config.source.reads_ahead and share.num_pipelines == 1
         is_inline = in_memory or reads_ahead or self._prefetch == 0
         return (Inline if is_inline else Threaded)(make, self._prefetch)
@@ -321,7 +332,7 @@ class DistributedIterator:
             if self._closed:
                 raise StopIteration
             requested = time.perf_counter()
-            wait = profiler_annotations.input_wait() if _is_tracing() else None
+            wait = profiler_annotations.input_wait() if _is_profiling() else None
             try:
                 if self._prefetched is None:
                     self._prefetched = self._dataset._start_prefetch(self._position)
@@ -345,7 +356,7 @@ class DistributedIterator:
             raise error.with_traceback(None) from None
 
     def _mark_examples(self, weights: PerReplica | None, examples: int) -> None:
-        """Adds the number of true examples of each replica of this process in a batch to the trace."""
+        """Adds the number of true examples of each replica of this process in a batch to the profile."""
         share = self._dataset._share
         counts = np.full(share.num_replicas, examples // share.num_replicas)
         if weights is not None:
@@ -413,8 +424,8 @@ def _true_examples(weights: jax.Array, num_replicas: int) -> np.ndarray:
     for shard in weights.addressable_shards:
         first = [part.indices(size)[0] for part, size in zip(shard.index, weights.shape, strict=True)]
         starts[int(np.ravel_multi_index(first, weights.shape))] = shard.data
-    places = [start + np.flatnonzero(np.asarray(rows)) for start, rows in starts.items()]
-    return np.bincount(np.concatenate(places) // (weights.size // num_replicas), minlength=num_replicas)
+    indices = [start + np.flatnonzero(np.asarray(rows)) for start, rows in starts.items()]
+    return np.bincount(np.concatenate(indices) // (weights.size // num_replicas), minlength=num_replicas)
 
 
 def _text(title: str, facts: Mapping[str, str]) -> str:
@@ -431,16 +442,16 @@ def _device_batches(
     should_stop: Callable[[], bool],
 ) -> Generator[LocalBatch]:
     """Yields the batches on the devices; the transfers may still be running."""
-    place = RowPlacement(replicas, share) if layout is None else LayoutPlacement(layout, share)
+    placement = RowPlacement(replicas, share) if layout is None else LayoutPlacement(layout, share)
     full_weights: tuple[Any, Any] = None, None  # weights that the reader returned for a full batch, and on the devices
     for batch in read_batches(config, share, position, channel, should_stop):
         # The user's transfer guard is for implicit transfers of the step; these are explicit.
         with jax.transfer_guard_host_to_device("allow"):
-            rows, weights = place.batch(batch.rows), batch.weights
+            rows, weights = placement.batch(batch.rows), batch.weights
             if config.buckets is not None:
                 declare_shapes(array.shape for array in jax.tree.leaves(rows))
             if weights is not None and (
                 weights is not full_weights[0] or jax.tree.leaves(full_weights[1])[0].is_deleted()
             ):
-                full_weights = weights, place.weights(weights)
+                full_weights = weights, placement.weights(weights)
         yield batch._replace(rows=rows, weights=None if weights is None else full_weights[1])

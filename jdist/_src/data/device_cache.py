@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._src.data.array_rows import float64_warning, to_32_bits
+from jdist._src.data.array_rows import canonicalize_dtypes, float64_warning
 from jdist._src.data.batches import LocalBatch, Position
 from jdist._src.data.config import InputConfig
 from jdist._src.data.placement import RowPlacement
@@ -26,9 +26,9 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.values.per_replica import PerReplica, unread
 from jdist._src.values.unread_rows import BatchGroup, StackedRows, UnreadRows
 
-# A group has at most this number of batches, and of bytes on all devices together, but at least one batch. A program with
-# arrays for each batch takes long to compile, so fewer batches are gathered together than if they are stacked.
-_GROUP, _STACKED_GROUP, _GROUP_BYTES = 32, 256, 1 << 26
+# The largest numbers of batches that one program makes: as arrays of each batch, or stacked. A program with arrays of each
+# batch takes long to compile. One program makes fewer, but at least one, if they have more bytes on all devices together.
+_MAX_GROUP, _MAX_STACKED, _MAX_BYTES = 32, 256, 1 << 26
 
 
 class DeviceCache:
@@ -43,7 +43,7 @@ class DeviceCache:
         assert isinstance(config.source, Arrays)
         self._source, self._warn, self._replicas = config.source, config.warn, replicas
         self._leaves: list[jax.Array] = []
-        self._indices: dict[int, jax.Array] = {}  # small numbers on the devices
+        self._indices: dict[int, jax.Array] = {}  # the results of `placed_index`
 
     def batches(
         self, config: InputConfig, share: ProcessShare, start: Position, should_stop: Callable[[], bool]
@@ -72,7 +72,7 @@ class DeviceCache:
 
     def _weights(self, size: int, share: ProcessShare) -> Callable[[int], PerReplica]:
         """Returns a function that returns the weights of a batch with a number of examples, on the devices."""
-        place = RowPlacement(self._replicas, share)
+        placement = RowPlacement(self._replicas, share)
         shape = share.num_replicas, share.rows_per_replica(size)
         full_weights: PerReplica | None = None
 
@@ -80,9 +80,9 @@ class DeviceCache:
             nonlocal full_weights
             if examples == size and full_weights is not None and not full_weights.tree.is_deleted():
                 return full_weights
-            slots = np.arange(math.prod(shape)).reshape(shape)
+            rows = np.arange(math.prod(shape)).reshape(shape)
             with jax.transfer_guard_host_to_device("allow"):
-                placed = PerReplica(place((slots < examples).astype(np.float32)))
+                placed = placement.weights((rows < examples).astype(np.float32))
             full_weights = placed if examples == size else full_weights
             return placed
 
@@ -99,7 +99,7 @@ class DeviceCache:
         arrays = self._source.tree
         if warning := float64_warning(arrays):
             self._warn(warning)
-        leaves = jax.tree.leaves(to_32_bits(arrays))
+        leaves = jax.tree.leaves(canonicalize_dtypes(arrays))
         _check_memory(sum(array.nbytes for array in leaves), self._replicas)
         with jax.transfer_guard_host_to_device("allow"):
             self._leaves = jax.device_put(leaves, self._replicas.replicated_sharding)
@@ -109,13 +109,13 @@ class DeviceCache:
 
         The groups of an epoch have almost equal sizes, because the program gathers the same number of batches for each.
         """
-        largest = max(1, min(_GROUP, _GROUP_BYTES // max(1, self._bytes_per_batch(batch_size))))
+        largest = max(1, min(_MAX_GROUP, _MAX_BYTES // max(1, self._bytes_per_batch(batch_size))))
         return -(-num_batches // max(1, -(-num_batches // largest)))
 
     def _stacked_size(self, batch_size: int, num_batches: int) -> int:
         """Returns the number of batches that are stacked, a power of 2: a step is compiled again for each number."""
-        size = min(_STACKED_GROUP, 1 << (num_batches - 1).bit_length())
-        while size > 1 and size * self._bytes_per_batch(batch_size) > _GROUP_BYTES:
+        size = min(_MAX_STACKED, 1 << (num_batches - 1).bit_length())
+        while size > 1 and size * self._bytes_per_batch(batch_size) > _MAX_BYTES:
             size //= 2
         return size
 
@@ -196,9 +196,9 @@ class _Stacked(NamedTuple):
     """Batches that were stacked.
 
     Attributes:
-        order: The key of its epoch and the number of each.
-        places: The first place of each in the order.
-        leaves: Their leaves, `[replica, batch, row, ...]`.
+        order: The key of the epoch and the number of each batch.
+        places: The first index of each batch in `order`.
+        leaves: The leaves of the batches, `[replica, batch, row, ...]`.
     """
 
     order: list[tuple[object, int]]

@@ -13,6 +13,7 @@ from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import dtype_and_shape, one_line
 from jdist._src.data.array_rows import describe_row
 from jdist._src.data.batch_sync import ProcessBatchSync, new_channel
+from jdist._src.data.batches import empty_epoch_text
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.config import Cache, InputConfig, Remainder, check_epochs
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
@@ -268,7 +269,7 @@ def _check_batches(config: InputConfig, share: ProcessShare) -> None:
     if count is None or size is None:
         return
     if count == 0:
-        raise ValueError("The source is empty: there is nothing to distribute.")
+        raise ValueError(empty_epoch_text(config, 0, 0, size, []))
     rest = count % size
     if rest and config.remainder == "error":
         raise ValueError(
@@ -276,10 +277,7 @@ def _check_batches(config: InputConfig, share: ProcessShare) -> None:
             '"drop" to drop them, or "pad" to pad the last batch.'
         )
     if count < size and config.remainder == "drop":
-        raise ValueError(
-            f'{count} examples do not fill one batch of {size}, and remainder="drop" drops partial batches. Use a smaller '
-            '`batch_size`, or pass remainder="pad".'
-        )
+        raise ValueError(empty_epoch_text(config, 0, count, size, []))
     if rest and config.remainder == "drop":
         config.warn(
             f"distribute_dataset drops {rest} of {count} examples per epoch, which do not fill a batch of {size}. Pass "

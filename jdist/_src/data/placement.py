@@ -24,7 +24,7 @@ class RowPlacement:
         self._replicas, self._share = replicas, share
         self._slots = {part: slot for slot, part in enumerate(share.replicas)}
         self._sharding = replicas.per_replica_sharding
-        self._blocks: dict[int, slice] = {}  # by the first replica of a device: its slots
+        self._blocks: dict[int, slice] = {}  # by the first replica of a device: its rows in the local array
         if not replicas.batch_axes:
             for (index,) in self._sharding.addressable_devices_indices_map((replicas.size,)).values():  # pyright: ignore
                 start, stop, _ = index.indices(replicas.size)
@@ -44,7 +44,7 @@ class RowPlacement:
 
     def batch(self, rows: PyTree) -> PyTree:
         """Returns a batch on the devices, given leaves `[local replica, row, ...]`."""
-        return jax.tree.map(self.weights, rows)
+        return jax.tree.map(lambda leaf: PerReplica(self(leaf)), rows)
 
     def weights(self, weights: np.ndarray) -> PerReplica:
         """Returns the weights of a batch on the devices, given `[local replica, row]`."""
@@ -81,23 +81,23 @@ class LayoutPlacement:
     def batch(self, rows: PyTree) -> PyTree:
         """Returns a batch on the devices, given leaves `[local part, row, ...]`."""
         leaves, treedef = jax.tree.flatten(rows)
-        return treedef.unflatten(map(self._place, self._layout.leaves(self._global(rows)), leaves))
+        return treedef.unflatten(map(self._place, self._layout.leaves(self._global_shapes(rows)), leaves))
 
     def weights(self, weights: np.ndarray) -> Any:
         """Returns the weights of a batch on the devices, given `[local part, row]`."""
-        return self._place(self._layout.weights(self._global(weights).shape), weights)
+        return self._place(self._layout.weights(self._global_shapes(weights).shape), weights)
 
     def specs(self, shapes: PyTree, are_weights: bool = False) -> PyTree:
         """Returns the shapes of a batch on the devices, given shapes `[local part, row, ...]`."""
-        whole = self._global(shapes)
-        layouts = [self._layout.weights(whole.shape)] if are_weights else self._layout.leaves(whole)
-        leaves, treedef = jax.tree.flatten(whole)
+        shapes = self._global_shapes(shapes)
+        layouts = [self._layout.weights(shapes.shape)] if are_weights else self._layout.leaves(shapes)
+        leaves, treedef = jax.tree.flatten(shapes)
         pairs = zip(layouts, leaves, strict=True)
         return treedef.unflatten(
             [leaf.wrap(jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=leaf.sharding)) for leaf, x in pairs]
         )
 
-    def _global(self, rows: PyTree) -> PyTree:
+    def _global_shapes(self, rows: PyTree) -> PyTree:
         """Returns the shapes of the leaves of the global batch, `[batch, ...]`."""
         parts = self._share.num_replicas
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((parts * x.shape[1], *x.shape[2:]), x.dtype), rows)

@@ -26,7 +26,7 @@ def pad_rows(
         The values `[row, width, ...]`, and the weights `[row, width]`: 1 for elements of the rows, 0 for padding.
 
     Raises:
-        ValueError: A row is longer than `width`, or the rows have different shapes behind their first dimension.
+        ValueError: A row is longer than `width`, or the rows have different shapes after their first dimension.
 
     Example:
         >>> ids, weights = jdist.data.pad_rows([[4, 7], [2], []])
@@ -60,7 +60,7 @@ def join_rows(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         The values `[element, ...]`, and the lengths `[row]`.
 
     Raises:
-        ValueError: The rows have different shapes behind their first dimension.
+        ValueError: The rows have different shapes after their first dimension.
 
     Example:
         >>> values, lengths = jdist.data.join_rows([[4, 7], [2], []])

@@ -105,7 +105,7 @@ class StreamReader:
 
     def read(self, part: ShardRows, where: str) -> ShardBlock:
         """Returns the next block. Blocks after the last one do not contain examples."""
-        return self._read_batches(part, where) if self._source.batches else self._read_examples(part, where)
+        return self._read_batches(part, where) if self._source.are_batches else self._read_examples(part, where)
 
     def state(self) -> Any:
         """Returns the position of the source as JSON-able data, or None if the source does not report it."""
@@ -191,7 +191,7 @@ class StreamReader:
     def _padding(self) -> PyTree:
         if self._example is None:  # the reader started after the end of this shard
             first = next(self._source.start(self._epoch, 0))
-            self._example = self._as_batch(first, "") if self._source.batches else copy_example(first)
+            self._example = self._as_batch(first, "") if self._source.are_batches else copy_example(first)
         return self._example
 
 

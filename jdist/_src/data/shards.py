@@ -26,6 +26,10 @@ class AutoShardPolicy(enum.Enum):
         DATA: Each process has the complete source, and takes the rows of its own replicas from each batch.
         OFF: The source of each process is its own part of the data, for the replicas of that process.
         HINT: As OFF, with the source `source.shard(num_shards, index)`.
+
+    Example:
+        >>> jdist.data.AutoShardPolicy.of("file")
+        <AutoShardPolicy.FILE: 1>
     """
 
     OFF = -1
@@ -86,6 +90,7 @@ class InputContext:
 
         Raises:
             ValueError: The number of replicas does not divide the batch.
+            TypeError: `global_batch_size` is not an integer.
 
         Example:
             >>> InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)

@@ -16,7 +16,13 @@ from jdist._src.data.array_rows import STACK_EXAMPLES
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
 from jdist._src.data.shuffle import ExampleOrder
-from jdist._src.data.source_iterators import CallableIterable, is_instance, read_again, restart_each_epoch, samplers
+from jdist._src.data.source_iterators import (
+    CallableIterable,
+    is_instance,
+    one_shot_advice,
+    restart_each_epoch,
+    samplers,
+)
 from jdist._src.data.sources import (
     Arrays,
     Columns,
@@ -37,12 +43,14 @@ _ENDLESS = 2**40  # an endlessly repeated `grain.MapDataset` reports `sys.maxsiz
 _CHUNK = 256  # examples read from a file per call
 
 
-def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buckets | None = None) -> Indexed | Stream:
+def source_of(
+    source: Any, are_batches: bool, shuffle: bool, seed: int, buckets: Buckets | None = None
+) -> Indexed | Stream:
     """Returns the source that the user passes as one of the two kinds of sources.
 
     Args:
         source: The object that the user passes.
-        batches: Whether its elements are batches.
+        are_batches: Whether its elements are batches.
         shuffle: Whether each epoch has its own order.
         seed: The seed of that order.
         buckets: The widths of examples of different width, if they are padded.
@@ -50,13 +58,13 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
     Raises:
         ValueError: The source is not recognized, or cannot be shuffled.
     """
-    if batches and _is_list_of_batches(source):
+    if are_batches and _is_list_of_batches(source):
         return indexed_batches(source.__getitem__, ExampleOrder(len(source), shuffle, seed))
-    if not batches and is_list_of_examples(source, buckets):
+    if not are_batches and is_list_of_examples(source, buckets):
         return Examples(source, buckets)
-    source = source if batches else lists_as_columns(source)
+    source = source if are_batches else lists_as_columns(source)
     if is_tree(source) or supports_array(source):
-        _check_arrays(source, batches)
+        _check_arrays(source, are_batches)
         return Columns(Table(source), buckets) if buckets is not None and is_ragged(source) else Arrays(source)
     if isinstance(source, (str, bytes)):
         raise ValueError(f"The source is {one_line(source)}. To read files, pass `jdist.data.Files(paths, read)`.")
@@ -67,34 +75,36 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
         )
     if is_instance(source, "datasets", "Dataset"):
         dataset = _with_numpy_format(source)
-        if batches:
+        if are_batches:
             get = lambda index: columns_as_arrays(dataset[index])
             return indexed_batches(get, ExampleOrder(len(dataset), shuffle, seed))
         return Columns(dataset, buckets)
     if is_instance(source, "torch", "utils.data.DataLoader"):
         _refuse_shuffle(shuffle, "is a DataLoader")
-        return _torch_loader(source, batches)
+        return _torch_loader(source, are_batches)
     # A torch `IterableDataset` has a `__getitem__` that raises.
     is_torch_stream = is_instance(source, "torch", "utils.data.IterableDataset")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_torch_stream:
         if len(source) < _ENDLESS:
-            if batches:
+            if are_batches:
                 return indexed_batches(source.__getitem__, ExampleOrder(len(source), shuffle, seed))
             return Examples(source, buckets)
         _refuse_shuffle(shuffle, "is endless")
         start = lambda epoch, first: map(source.__getitem__, itertools.count(first))
-        return Stream(start, batches, reuses_buffers=True, endless=True)
+        return Stream(start, are_batches, reuses_buffers=True, endless=True)
     if isinstance(source, Iterable):
         _refuse_shuffle(shuffle, "yields its elements sequentially")
         reads_ahead = is_instance(source, "grain", "IterDataset") or is_instance(source, "grain", "DataLoader")
         start = restart_each_epoch(_with_numpy_elements(source))
-        if batches and is_instance(source, "datasets", "IterableDataset"):
+        if are_batches and is_instance(source, "datasets", "IterableDataset"):
             elements = start
             start = lambda epoch, first: map(columns_as_arrays, elements(epoch, first))
-        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead, read_again=read_again(source))
+        return Stream(
+            start, are_batches, reuses_buffers=True, reads_ahead=reads_ahead, one_shot=one_shot_advice(source)
+        )
     if callable(source) and _makes_elements(source):
         _refuse_shuffle(shuffle, "is a generator function")
-        return Stream(restart_each_epoch(CallableIterable(source, _as_elements)), batches, reuses_buffers=True)
+        return Stream(restart_each_epoch(CallableIterable(source, _as_elements)), are_batches, reuses_buffers=True)
     if callable(source):
         _refuse_shuffle(shuffle, "is a function of the step")
         start = lambda epoch, first: map(source, itertools.count(first))
@@ -107,7 +117,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
 
 
 def stream_of_files(
-    files: Files, batches: bool, shuffle: bool, seed: int, shard: int, shards: int, buckets: Buckets | None = None
+    files: Files, are_batches: bool, shuffle: bool, seed: int, shard: int, shards: int, buckets: Buckets | None = None
 ) -> Stream:
     """Returns the elements of the files `shard`, `shard + shards`, ... as one stream."""
 
@@ -115,8 +125,8 @@ def stream_of_files(
         order = ExampleOrder(len(files.paths), shuffle, seed).epoch(epoch)
         for number in order[shard::shards].tolist():
             try:
-                source = source_of(files.read(files.paths[number]), batches, shuffle, seed, buckets)
-                if isinstance(source, Stream) and source.batches and not batches:
+                source = source_of(files.read(files.paths[number]), are_batches, shuffle, seed, buckets)
+                if isinstance(source, Stream) and source.are_batches and not are_batches:
                     raise ValueError("`read` returns batches, not examples. Pass `batch_size=None`.")
                 if isinstance(source, Stream):
                     for element in source.start(epoch, 0):
@@ -133,7 +143,7 @@ def stream_of_files(
                 error.add_note(f"while reading {files.paths[number]}")
                 raise
 
-    return Stream(start, batches, reuses_buffers=True)
+    return Stream(start, are_batches, reuses_buffers=True)
 
 
 def _take_in_chunks(source: Indexed, indices: np.ndarray, size: int) -> Iterator[Any]:
@@ -152,7 +162,7 @@ def _is_list_of_batches(source: Any) -> bool:
     return are_arrays and all(is_tree(batch) and jax.tree.leaves(batch) for batch in source)
 
 
-def _check_arrays(source: PyTree, batches: bool) -> None:
+def _check_arrays(source: PyTree, are_batches: bool) -> None:
     """Checks a tree of arrays that is passed as a source.
 
     Raises:
@@ -160,7 +170,7 @@ def _check_arrays(source: PyTree, batches: bool) -> None:
     """
     if any(map(is_distributed, jax.tree.leaves(source, is_leaf=is_distributed))):
         raise ValueError("The source is distributed over the devices of a strategy already. Pass the original data.")
-    if batches:
+    if are_batches:
         hint = " If the source is a list of batches, pass `lambda: iter(batches)`." if isinstance(source, list) else ""
         raise ValueError(
             f"The source consists of arrays, which are split into batches. Pass the number of examples per batch: "
@@ -272,13 +282,13 @@ def is_single(result: Any) -> bool:
     return not isinstance(result, list) and is_tree(result)
 
 
-def _torch_loader(loader: Any, batches: bool) -> Stream:
+def _torch_loader(loader: Any, are_batches: bool) -> Stream:
     names = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
     is_random = lambda sampler: any(is_instance(sampler, "torch", f"utils.data.{name}") for name in names)
     repeatable = not any(map(is_random, samplers(loader)))
     start = restart_each_epoch(loader)
     if loader.batch_size is None and loader.batch_sampler is None:
-        return Stream(start, batches, reuses_buffers=True, repeatable=repeatable)
+        return Stream(start, are_batches, reuses_buffers=True, repeatable=repeatable)
     return Stream(start, True, loader.batch_size, repeatable=repeatable)
 
 

@@ -18,9 +18,8 @@ from jdist._src.data.source_iterators import samplers
 from jdist._src.data.sources import Arrays, Indexed
 
 NUM_COMPARED = 8  # examples
-Digest: TypeAlias = dict[
-    str, list[int]
-]  # by leaf: a checksum of its values, and 1 if they differ between the examples, else 0
+# By leaf: a checksum of its values, and 1 if they differ between the examples, else 0.
+Digest: TypeAlias = dict[str, list[int]]
 
 SAME_SOURCE = (
     'With auto_shard="data" or "auto" each process passes the complete source, and uses its part of each batch. If the source '

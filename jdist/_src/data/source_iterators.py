@@ -18,7 +18,7 @@ from typing import Any
 from jdist._src.data.source_state import close_iterator, decode_state, encode_state
 
 _ENDED = "the iterator has ended"
-READ_AGAIN = (
+READ_AGAIN_ADVICE = (
     "Pass a source that can be read again: a generator function without arguments, or an object whose `__iter__` starts at "
     "the beginning."
 )
@@ -34,17 +34,13 @@ def is_instance(source: Any, library: str, class_name: str) -> bool:
     return isinstance(cls, type) and isinstance(source, cls)
 
 
-def read_again(source: Any) -> tuple[str, str] | None:
+def one_shot_advice(source: Any) -> tuple[str, str] | None:
     """Returns the class of an iterator and the advice to pass a source that can be read again; None for other sources."""
     if not isinstance(source, Iterator):
         return None
-    name = getattr(source, "__name__", "<") if inspect.isgenerator(source) else "<"
-    line = (
-        ""
-        if name.startswith("<")
-        else f" Write `{name}` instead of `{name}()`, or bind arguments with `functools.partial`."
-    )
-    return type(source).__name__, f"{READ_AGAIN}{line}"
+    name = getattr(source, "__name__", "<") if inspect.isgenerator(source) else "<"  # or "<genexpr>"
+    example = f" Write `{name}` instead of `{name}()`, or bind arguments with `functools.partial`."
+    return type(source).__name__, READ_AGAIN_ADVICE + ("" if name.startswith("<") else example)
 
 
 class CallableIterable:
@@ -69,13 +65,15 @@ def restart_each_epoch(source: Iterable[Any]) -> Callable[[int, int], Iterator[A
     Elements before the first requested one are read and discarded. The iterators report the position of a source that has a
     `state_dict`.
     """
-    once = read_again(source)
+    one_shot = one_shot_advice(source)
     was_read = False
 
     def start(epoch: int, first: int) -> Iterator[Any]:
         nonlocal was_read
-        if once and was_read:
-            raise ValueError(f"The source is a {once[0]}, which can be read only once, and has been read. {once[1]}")
+        if one_shot and was_read:
+            raise ValueError(
+                f"The source is a {one_shot[0]}, which can be read only once, and has been read. {one_shot[1]}"
+            )
         was_read = True
         iterator = _iterator(source, epoch)
         next(itertools.islice(iterator, first, first), None)
@@ -99,7 +97,7 @@ def _iterator(source: Iterable[Any], epoch: int) -> Iterator[Any]:
     has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
     if not is_loader and not has_state:
         return _started(source, epoch)
-    opened = (_LoaderIterator if has_state else _OpenIterator)(source)
+    opened = (_StatefulIterator if has_state else _OpenIterator)(source)
     with _lock:
         other = _open_iterators.get(id(source))
         is_in_use = other is not None and other.is_open
@@ -171,10 +169,10 @@ class _OpenIterator:
         close_iterator(self.iterator)
 
 
-class _LoaderIterator(_OpenIterator):
-    """An iterator over a loader with the loader's position.
+class _StatefulIterator(_OpenIterator):
+    """An iterator over a loader that has a `state_dict`, with its position.
 
-    A position that is given to `load_state_dict` applies to the loader's next iterator.
+    A position that is passed to `load_state_dict` applies to the loader's next iterator.
     """
 
     def get_state(self) -> Any:
@@ -207,37 +205,37 @@ def _is_torch_loader(source: Any) -> bool:
 def _shares_position(loader: Any, has_state: bool) -> bool:
     """Returns whether the data of a torch loader has one position, which other data sets may move.
 
-    Worker processes have data of their own. A loader with a `state_dict` reports its own data's position to the user.
+    Worker processes have copies of the data. A loader with a `state_dict` reports the position of its data to the user.
     """
     return loader.num_workers == 0 and not has_state and _is_hugging_face(loader.dataset)
 
 
 def _copy_of_loader(loader: Any) -> Any:
     """Returns a torch loader without the iterator that a loader keeps for its worker processes and for its `state_dict`."""
-    own = copy.copy(loader)
-    own.__dict__.update(
+    copied = copy.copy(loader)
+    copied.__dict__.update(
         _iterator=None,
         _initial_iter_for_state_dict=False,
         next_iter_state=None,
         dataset=_copy_of_hugging_face(loader.dataset) if _is_hugging_face(loader.dataset) else loader.dataset,
-        sampler=copy.copy(loader.sampler),  # with an epoch of its own
+        sampler=copy.copy(loader.sampler),  # which has a separate epoch
         batch_sampler=copy.copy(loader.batch_sampler),
     )
-    if hasattr(own.batch_sampler, "sampler"):
-        own.batch_sampler.sampler = copy.copy(own.batch_sampler.sampler)
-    return own
+    if hasattr(copied.batch_sampler, "sampler"):
+        copied.batch_sampler.sampler = copy.copy(copied.batch_sampler.sampler)
+    return copied
 
 
 def _copy_of_hugging_face(dataset: Any) -> Any:
-    """Returns a Hugging Face `IterableDataset` with a position and an epoch of its own.
+    """Returns a copy of a Hugging Face `IterableDataset`, with a separate position and epoch.
 
     Its position is stored in the nodes of its pipeline, which data sets derived from it, such as `take` and `skip`, share.
     https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py
     """
-    own = object.__new__(type(dataset))  # `copy.copy` shares `__dict__`: their `__setstate__` assigns it
+    copied = object.__new__(type(dataset))  # `copy.copy` shares `__dict__`: their `__setstate__` assigns it
     epoch = copy.deepcopy(dataset._epoch)  # with torch installed, a tensor that `set_epoch` modifies
-    own.__dict__.update(vars(dataset), _ex_iterable=_copy_of_node(dataset._ex_iterable), _epoch=epoch)
-    return own
+    copied.__dict__.update(vars(dataset), _ex_iterable=_copy_of_node(dataset._ex_iterable), _epoch=epoch)
+    return copied
 
 
 def _copy_of_node(node: Any) -> Any:
@@ -245,6 +243,6 @@ def _copy_of_node(node: Any) -> Any:
         return [_copy_of_node(part) for part in node]
     if not hasattr(node, "_init_state_dict"):
         return node
-    own = copy.copy(node)
-    vars(own).update({name: _copy_of_node(value) for name, value in vars(node).items()})
-    return own
+    copied = copy.copy(node)
+    vars(copied).update({name: _copy_of_node(value) for name, value in vars(node).items()})
+    return copied

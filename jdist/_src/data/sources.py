@@ -21,24 +21,24 @@ class Stream:
 
     Attributes:
         start: Returns an iterator of the elements of an epoch, given the epoch and the index of the first element.
-        batches: Whether an element is a batch, not an example.
+        are_batches: Whether the elements are batches, not examples.
         batch_size: The number of examples per batch, where the source reports it.
         reuses_buffers: Whether the source may overwrite the memory of earlier batches.
         endless: Whether the stream is infinite, and so without a partial batch.
         repeatable: Whether an epoch that is read again has the same order.
         reads_ahead: Whether the source reads ahead with its own threads or processes.
-        read_again: If the stream can be read only once, its class and the advice to pass another one; for messages.
+        one_shot: If the stream can be read only once, its class and the advice to pass another one; for messages.
         advice: The last sentence of the message for a batch whose leaves do not have rows.
     """
 
     start: Callable[[int, int], Iterator[Any]]
-    batches: bool
+    are_batches: bool
     batch_size: int | None = None
     reuses_buffers: bool = False
     endless: bool = False
     repeatable: bool = True
     reads_ahead: bool = False
-    read_again: tuple[str, str] | None = None
+    one_shot: tuple[str, str] | None = None
     advice: str = "If it is an example, not a batch, pass the number of examples per batch: `batch_size=64`"
 
 

@@ -16,6 +16,13 @@ class Stats:
         working: Seconds between receiving a batch and requesting the next one: the steps.
         stalled: The number of batches that were not ready when they were requested, without the first one.
         first: The number of examples in the first batch, which no step precedes.
+
+    Example:
+        >>> stats = jdist.data.Stats(
+        ...     batches=5, examples=40, waiting=1.0, working=3.0, stalled=1, first=8
+        ... )
+        >>> stats.stalled_fraction, stats.waiting_fraction, stats.examples_per_second
+        (0.25, 0.25, 8.0)
     """
 
     batches: int = 0

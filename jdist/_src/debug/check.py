@@ -1,8 +1,8 @@
 """`check`: a linter for functions that a program maps over devices without jdist, by `jax.pmap`, `jax.shard_map` or `jax.jit`.
 
 Two analyses read each function. The replication analysis proves that a result is the same on every device where the program
-relies on it. The equivalence analysis compares the function of one device with the same function of a single device that has
-everything (`jaxpr/mapped_functions.py`).
+relies on it. The equivalence analysis compares the function of one device with the same function of a single device with
+the global shapes (`jaxpr/mapped_functions.py`).
 """
 
 import warnings
@@ -19,9 +19,9 @@ from jdist._src.core.source_lines import Frame
 from jdist._src.debug.check_report import CheckReport, CheckVerdict, FunctionCheck, ResultCheck
 from jdist._src.execution.program import Program
 from jdist._src.jaxpr import replication
-from jdist._src.jaxpr.counterexamples import Read, confirmed
+from jdist._src.jaxpr.counterexamples import ResultForm, with_counterexamples
 from jdist._src.jaxpr.equivalence import relate
-from jdist._src.jaxpr.equivalence_verdict import Kind, verdict_of
+from jdist._src.jaxpr.equivalence_verdict import ResultKind, verdict_of
 from jdist._src.jaxpr.mapped_functions import MappedFunction, Result, error_line, record_mapped_functions
 from jdist._src.jaxpr.origins import find_origins
 from jdist._src.jaxpr.relations import Relation
@@ -132,7 +132,7 @@ def _check_function(function: MappedFunction) -> FunctionCheck:
         except Exception as error:
             equivalences = [_unknown(error)] * len(function.results)
         rows = zip(function.results, replications, equivalences, strict=True)
-        results = tuple(ResultCheck(one.name, _placement(function, one), *verdicts) for one, *verdicts in rows)
+        results = tuple(ResultCheck(one.name, _placement(one), *verdicts) for one, *verdicts in rows)
     name = _PMAP_AXIS if "_internal_pmap_axis_name" in function.axes else None
     axes = {name or axis: size for axis, size in function.axes.items()}
     line = str(function.line) if function.line else ""
@@ -151,7 +151,7 @@ def _unknown(error: Exception) -> CheckVerdict:
     return CheckVerdict("unknown", (error_line(error),))
 
 
-def _placement(function: MappedFunction, result: Result) -> str:
+def _placement(result: Result) -> str:
     if result.splits:
         return ", ".join(f"split over {'+'.join(axes)}" for axes in result.splits.values())
     return "replicated" if result.replicated_over else "one per device"
@@ -191,33 +191,33 @@ def _replication_verdict(function: MappedFunction, result: Result, variation: re
 
 
 def _equivalence(function: MappedFunction, replications: Sequence[CheckVerdict]) -> list[CheckVerdict]:
-    if function.whole is None:
+    if function.single is None:
         return [CheckVerdict("unknown", (function.reason,))] * len(function.results)
     sizes = {axis: size for axis, size in function.axes.items() if size > 1}
     if not sizes:
         return [CheckVerdict("equivalent", ("there is one device",))] * len(function.results)
-    # For an operand per device any relation will do: results that depend on it are unknown.
+    # The relation of an operand per device does not matter: verdicts on results that depend on it are replaced below.
     inputs = [_relation(operand.splits, sizes) for operand in function.operands]
-    relations = relate(function.local, function.whole, inputs, sizes)
-    kinds: list[Kind] = [_kind(function, result) for result in function.results]
-    found = [
+    relations = relate(function.local, function.single, inputs, sizes)
+    kinds: list[ResultKind] = [_kind(function, result) for result in function.results]
+    verdicts = [
         verdict_of(relation, kind, sizes, kind == "replicated", _relation(result.splits, sizes).splits)
         for relation, kind, result in zip(relations, kinds, function.results, strict=True)
     ]
     dependencies = _per_device_operands(function)
     if not any(dependencies):
-        reads = [
-            Read(kind, _relation(result.splits, sizes).splits)
+        forms = [
+            ResultForm(kind, _relation(result.splits, sizes).splits)
             for kind, result in zip(kinds, function.results, strict=True)
         ]
-        found = confirmed(found, function.local, function.whole, inputs, reads, sizes)
+        verdicts = with_counterexamples(verdicts, function.local, function.single, inputs, forms, sizes)
     return [
         CheckVerdict("unknown", (f"computed from {listed(names, 3)}, of which each device has a value of its own",))
         if names
         else CheckVerdict("unknown", ("it is not proved to be replicated",))
         if replicated.text == "not proved"
         else CheckVerdict(verdict.name, tuple(filter(None, (verdict.reason, *verdict.lines))), verdict.fix)
-        for verdict, names, replicated in zip(found, dependencies, replications, strict=True)
+        for verdict, names, replicated in zip(verdicts, dependencies, replications, strict=True)
     ]
 
 
@@ -226,7 +226,7 @@ def _relation(splits: Mapping[int, tuple[str, ...]], sizes: Mapping[str, int]) -
     return Relation.split({dim: names for dim, names in axes.items() if names})
 
 
-def _kind(function: MappedFunction, result: Result) -> Kind:
+def _kind(function: MappedFunction, result: Result) -> ResultKind:
     if result.splits:
         return "split"
     if function.kind == "pmap" and not result.replicated_over:

@@ -23,7 +23,7 @@ class CheckVerdict:
         text: For replication `"proved"`, `"checked by JAX"`, `"not proved"`, `"not claimed"` or `"unknown"`; for equivalence
             `"equivalent"`, `"not equivalent"` or `"unknown"`.
         reasons: Lines that explain it.
-        fix: What to do, for a finding.
+        fix: The change that removes the finding, or an empty string.
     """
 
     text: str
@@ -39,7 +39,7 @@ class ResultCheck:
         path: The name of the leaf: `output[0]['w']`.
         placement: How the devices' results form one value: `"replicated"`, `"split over data"`, or `"one per device"`.
         replication: Whether it is the same on the devices where it must be.
-        equivalence: Whether the devices together compute the same value as one device that has everything.
+        equivalence: Whether the devices together compute the same value as one device with the global arrays.
     """
 
     path: str
@@ -65,7 +65,7 @@ class FunctionCheck:
         axes: The mesh axes that it is mapped over, with their sizes.
         results: The leaves of its results.
         note: Why there are no verdicts, or why there is no verdict on equivalence; else empty.
-        problem: A finding about the function as a whole: devices that would wait forever for the others; else empty.
+        problem: A finding about the function, not about a result: devices that would wait forever for the others; else empty.
     """
 
     kind: str

@@ -131,7 +131,7 @@ class Checks(Stage):
     def wrap_function(self, fn: ReplicaFn, call: UserCall) -> ReplicaFn:
         """See `Stage`. The errors of all replicas are a further output, the same on every replica."""
 
-        def function_of_checks(*args: PyTree, **kwargs: PyTree) -> Results:
+        def checked_function(*args: PyTree, **kwargs: PyTree) -> Results:
             token = _has_stage.set(True)
             try:
                 error, (state, outputs) = _checkified(fn, self._errors)(*args, **kwargs)
@@ -142,7 +142,7 @@ class Checks(Stage):
             rows = [all_gather(jnp.asarray(leaf)[None], 0) for leaf in leaves]
             return state, (outputs, (jnp.int32(len(self._treedefs) - 1), rows))
 
-        return function_of_checks
+        return checked_function
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
         """See `Stage`."""
@@ -199,17 +199,17 @@ def _raise_failed(errors: Sequence[Any], in_program: bool) -> None:
     received = {
         n: str(failure.prim) for n, failure in failures.items() if str(getattr(failure, "prim", "")) in _COLLECTIVES
     }
-    own = {n: failure for n, failure in failures.items() if n not in received} or failures
+    causes = {n: failure for n, failure in failures.items() if n not in received} or failures
     replicas_of: dict[str, list[int]] = {}
-    for number, failure in own.items():
+    for number, failure in causes.items():
         replicas_of.setdefault(_failure_text(failure), []).append(number)
     parts = [
         f" on {_replicas(numbers)}: {text}" if in_program else f": {text}" for text, numbers in replicas_of.items()
     ]
-    others = sorted(failures.keys() - own.keys())
+    others = sorted(failures.keys() - causes.keys())
     through = f" {_replicas(others).capitalize()} received the NaN by {received[others[0]]}." if others else ""
     valid = " The arguments of the call are valid." if in_program else ""
-    raise CheckError(f"A check failed{'; '.join(parts)}.{through}{valid}", own)
+    raise CheckError(f"A check failed{'; '.join(parts)}.{through}{valid}", causes)
 
 
 _COLLECTIVES = WAITING_FOR_GROUP | {"ppermute", "psum_invariant"}

@@ -85,9 +85,9 @@ def check_replicated(tree: PyTree) -> None:
     devices compute a checksum of each copy, and 4 bytes per leaf and device are sent. Each single flipped bit is found. Other
     differences are missed with a probability of 2**-32.
 
-    Compared are replicated arrays; the parts of a sharded array that several devices hold, as on a mesh with an axis that the
-    array is not sharded over; and with several processes host values, and arrays on a device of this process only. Not compared
-    are values that may differ (`jdist.PerReplica`, `jdist.SyncOnRead`), and arrays on parameter servers, which have one copy.
+    It compares replicated arrays; the parts of a sharded array that several devices hold, as on a mesh with an axis that the
+    array is not sharded over; and with several processes host values, and arrays on a device of this process only. It ignores
+    values that may differ (`jdist.PerReplica`, `jdist.SyncOnRead`), and arrays on parameter servers, which have one copy.
 
     With several processes, all that hold arrays of the tree have to call it, with trees of one structure; all of them raise the
     same error. The first call for a tree of these shapes compiles a program.
@@ -191,7 +191,7 @@ class Comparison:
 
     def differences(self) -> list[tuple[str, Difference]]:
         """Waits for the checksums, and returns a text and a `Difference` per leaf whose copies differ."""
-        return [*self.between_processes, *(found for copies in self.copies for found in copies.differences())]
+        return [*self.between_processes, *(pair for copies in self.copies for pair in copies.differences())]
 
 
 def start_comparison(tree: PyTree, root: str = "", compared: Any = None) -> Comparison:
@@ -200,7 +200,7 @@ def start_comparison(tree: PyTree, root: str = "", compared: Any = None) -> Comp
     Args:
         tree: The tree.
         root: The name of the tree in messages.
-        compared: The structure of a former comparison, which the processes do not compare again.
+        compared: The structure of an earlier comparison, which the processes do not compare again.
     """
     if jax_compat.is_tracing():
         raise RuntimeError(
@@ -217,17 +217,17 @@ def start_comparison(tree: PyTree, root: str = "", compared: Any = None) -> Comp
     meshes = [mesh_of(value) for _, value in pairs if is_on_mesh(value)]
     processes = sorted({process for mesh in set(meshes) for process in processes_of(mesh)})
     processes = tuple(processes or range(jax.process_count()))
-    is_together = processes != (jax.process_index(),)
+    has_others = processes != (jax.process_index(),)  # other processes than this one hold the tree
     try:
-        leaves = [_leaf(name or "the value", value, is_together) for name, value in pairs]
+        leaves = [_leaf(name or "the value", value, has_others) for name, value in pairs]
     except Exception as error:
-        if is_together:
+        if has_others:
             post_failure(f"{_CALL} failed on process {jax.process_index()}: {error}", processes)
         raise
     structure = [f"{leaf.text} {_sharding_text(leaf)}" for leaf in leaves]
     of_processes = [leaf for leaf in leaves if leaf.place == "process"]
     between_processes: list[tuple[str, Difference]] = []
-    if is_together and (of_processes or structure != compared):
+    if has_others and (of_processes or structure != compared):
         between_processes = _compare_processes(structure, of_processes, processes)
     groups: dict[Any, list[_Leaf]] = {}
     for number, leaf in enumerate(leaves):
@@ -249,29 +249,29 @@ def raise_differences(comparison: Comparison, after: str = "") -> None:
     Raises:
         CopiesDifferError: Copies differ.
     """
-    found = comparison.differences()
-    if not found:
+    differences = comparison.differences()
+    if not differences:
         return
-    named = "; of ".join(text for text, _ in found[:_MOST_NAMED])
-    more = f"; and of {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    named = "; of ".join(text for text, _ in differences[:_MOST_NAMED])
+    more = f"; and of {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
     raise CopiesDifferError(
         f"The copies of {named}{more}{after}. They have to be equal in every bit. Continue from a checkpoint that was saved "
         "before, and look for a process that changes its own copy. If the same device differs again, its memory or its "
         "arithmetic may be defective: leave it out.",
-        [difference for _, difference in found],
+        [difference for _, difference in differences],
     )
 
 
-def _leaf(name: str, value: Any, is_together: bool) -> _Leaf:
+def _leaf(name: str, value: Any, has_others: bool) -> _Leaf:
     if isinstance(value, core.Tracer):
         raise RuntimeError(f"{name} is a traced value, which has left the function that JAX traced.")
     if isinstance(value, RemoteArray):
         return _Leaf(name, value, None)
     if not isinstance(value, jax.Array):
         check_array(name, value)
-        return _Leaf(name, value, "process" if is_together else None)
+        return _Leaf(name, value, "process" if has_others else None)
     check_not_deleted(name, value)
-    if value.is_fully_addressable and is_together:
+    if value.is_fully_addressable and has_others:
         return _Leaf(name, value, "process")
     if len(value.sharding.device_set) == 1:
         return _Leaf(name, value, None)
@@ -303,14 +303,14 @@ def _compare_processes(
             f"{'s' * (len(difference.others) == 1)} from process {difference.first} in {', '.join(only[:_MOST_NAMED])}. Pass "
             "the same tree on every process."
         )
-    found: list[tuple[str, Difference]] = []
+    differences: list[tuple[str, Difference]] = []
     for leaf, values in zip(leaves, zip(*(message["values"] for message in messages), strict=True), strict=True):
         for wrong, has_majority in _minority(np.array(values, np.uint32)):
             others = tuple(processes[i] for i in wrong)
             verdict = "from the majority" if has_majority else "from each other, and no majority is equal"
             text = f"{leaf.text} differ: {processes_text(others)} differ{'s' * (len(others) == 1)} {verdict}"
-            found.append((text, Difference(leaf.name, (), others, has_majority)))
-    return found
+            differences.append((text, Difference(leaf.name, (), others, has_majority)))
+    return differences
 
 
 def _host_checksum(value: Any) -> int:

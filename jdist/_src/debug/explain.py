@@ -16,7 +16,7 @@ from jdist._src.execution.program import Program
 from jdist._src.execution.replicate import WRAPPER_ADVICE, TracedReplica, analysis_inputs
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.collective_lines import collective_name
-from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict
+from jdist._src.jaxpr.equivalence_verdict import ResultKind, Verdict
 from jdist._src.jaxpr.origins import Origin, Origins, find_origins
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.strategies.base import Strategy
@@ -69,7 +69,7 @@ def explain(step: Any, *args: PyTree, strategy: Strategy | None = None, **named:
     origins, equations = find_origins(jaxpr, axes)
     leaves = _leaves(traced, inputs, variations, origins, equations)
     if single is not None:
-        kinds: list[Kind] = [kind_of(item, wrapper) for item, wrapper in _placements(traced, variations)]
+        kinds: list[ResultKind] = [kind_of(item, wrapper) for item, wrapper in _placements(traced, variations)]
         verdicts = leaf_verdicts(traced.program, single, traced.function.items, kinds, program._spec)
         unproved = Verdict("unknown", "it is not proved to be replicated")
         pairs = zip(leaves, verdicts, strict=True)
@@ -125,8 +125,9 @@ def _placements(traced: TracedReplica, variations: Sequence[Variation]) -> list[
     for number, item in enumerate(results.items):
         for _ in jax.tree.leaves(0 if item is None else item.tree):
             varies = bool(next(remaining))
-            own = type(item) if item is not None else PerReplica if varies and number >= results.num_state else None
-            placements.append((item, own))
+            is_per_replica = varies and number >= results.num_state
+            wrapper = type(item) if item is not None else PerReplica if is_per_replica else None
+            placements.append((item, wrapper))
     return placements
 
 
@@ -197,7 +198,7 @@ def _collective_key(origin: Origin) -> tuple[str, str, str]:
 
 
 def _kind(leaf: LeafExplanation) -> str:
-    return "not proved" if leaf.fix else "replicated" if leaf.replicated else "varying"
+    return "varying" if leaf.verdict == "one per replica" else leaf.verdict
 
 
 def _root(name: str) -> str:

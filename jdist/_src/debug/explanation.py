@@ -28,8 +28,8 @@ class LeafExplanation:
         replicated: Whether it is proved to be the same on every replica.
         reasons: If it is replicated, the collectives with their lines or the inputs that it is computed from. If it may vary,
             the chain of operations with their lines, from the input that varies to the leaf.
-        fix: What to do, if it must be replicated and is not proved to be; else empty.
-        equivalence: Whether it is what one device computes from the global batch; None for one replica.
+        fix: The change that makes it replicated, if it must be replicated and is not proved to be; else empty.
+        equivalence: Whether one device computes the same leaf from the global batch; None for one replica.
     """
 
     path: str

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -157,7 +158,7 @@ def step_program(
         _check_global_view(fn, context)
     warn_of_many_programs(fn, backend)
     stages = [StepPolicies(options.precision), StateUpdate()]
-    program = _program(fn, user_call, split_result, backend, context, stages, options)
+    program = _program(fn, user_call, functools.partial(split_result, fn), backend, context, stages, options)
     functools.update_wrapper(program, fn, updated=())
     program.options, program._has_static = options, bool(options.static_argnames)
 
@@ -218,7 +219,7 @@ def _program(
     return Program(spec, stages_of(spec, loop))
 
 
-def split_result(result: Any) -> tuple[PyTree, PyTree]:
+def split_result(fn: Callable[..., Any], result: Any) -> tuple[PyTree, PyTree]:
     """Returns the state and the outputs that a step returned.
 
     Raises:
@@ -226,8 +227,15 @@ def split_result(result: Any) -> tuple[PyTree, PyTree]:
     """
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else dtype_and_shape(result)
-    raise TypeError(
-        f"A step must return a pair `(state, outputs)`, and this one returned {got}. A step without outputs returns "
-        "`(state, None)`."
-    )
+    got = "None" if result is None else dtype_and_shape(result)
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else got
+    advice = "A step without outputs returns `(state, None)`."
+    parameters = inspect.signature(fn).parameters.values() if result is None else ()
+    names = [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(names) > 2 and "state" not in names:  # as of `nnx.jit`, whose functions change several objects
+        objects = ", ".join(names[:-1])
+        advice = (
+            f"The state is the first argument, `{names[0]}`. A step that changes several arguments takes them as one tuple: "
+            f"`def {function_name(fn)}(state, {names[-1]})` with `{objects} = state`, which returns `(({objects}), None)`."
+        )
+    raise TypeError(f"A step must return a pair `(state, outputs)`, and this one returned {got}. {advice}")

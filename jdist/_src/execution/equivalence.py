@@ -25,9 +25,9 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, Traced, TraceFn, UserCall
-from jdist._src.jaxpr.counterexamples import Read, confirmed
+from jdist._src.jaxpr.counterexamples import ResultForm, with_counterexamples
 from jdist._src.jaxpr.equivalence import relate
-from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, Kind, Verdict, verdict_of
+from jdist._src.jaxpr.equivalence_verdict import EQUIVALENT, LOCAL_NORMALIZATION, ResultKind, Verdict, verdict_of
 from jdist._src.jaxpr.relations import REPLICATED, AnyRelation, Lost, Relation, Split
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.values.aggregation import VariableAggregation
@@ -43,12 +43,15 @@ _MAX_WAITING = 32  # programs that were traced and may still be compiled
 class EquivalenceCheck(Stage):
     """Compares each trace of a step with the step on one device.
 
+    Mutable: it warns once, although a step is traced for several shapes, as of a padded batch.
+
     Args:
         spec: The program.
     """
 
     def __init__(self, spec: ProgramSpec):
         self._spec = spec
+        self._has_warned = False
 
     def wrap_trace(self, trace: TraceFn) -> TraceFn:
         """See `Stage`. With `equivalence="error"` it compares during the trace, before the program is compiled."""
@@ -58,7 +61,7 @@ class EquivalenceCheck(Stage):
             call = spec.user_call(args)
             if not compares(call, spec):
                 return traced
-            comparison = Comparison(traced, call, spec)
+            comparison = Comparison(traced, call, spec, self._report)
             # A constant that is a tracer is known only during the trace of the user's `jax.jit`.
             if spec.equivalence == "error" or any(isinstance(const, core.Tracer) for const in traced.jaxpr.consts):
                 comparison()
@@ -67,6 +70,30 @@ class EquivalenceCheck(Stage):
             return traced._replace(proof=dataclasses.replace(traced.proof, _comparison=comparison))
 
         return trace_to_compare
+
+    def _report(self, verdicts: Sequence[tuple[str, Verdict]], fn: Callable[..., Any]) -> None:
+        """Warns of the leaves of the state that are not equivalent, or raises an error, as `equivalence=` requires.
+
+        Args:
+            verdicts: The name of each leaf of the state, and the verdict on it.
+            fn: The function of the step.
+
+        Raises:
+            NotEquivalentError: `equivalence="error"`, and a leaf is not equivalent.
+
+        Warns:
+            NotEquivalentWarning: `equivalence="warn"`, and a leaf is not equivalent, other than by design.
+        """
+        wrong = [(name, verdict) for name, verdict in verdicts if verdict.name == "not equivalent"]
+        if self._spec.equivalence == "error" and wrong:
+            raise NotEquivalentError(_message(wrong, len(verdicts), self._spec, fn))
+        wrong = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
+        if wrong and not self._has_warned:
+            self._has_warned = True
+            place = min(wrong, key=lambda pair: pair[1].depth)[1].place
+            if place is None or not source_lines.is_user_frame(place):
+                place = source_lines.caller_frame() or place or source_lines.Frame("<unknown>", 0, self._spec.name)
+            warn_once(_message(wrong, len(verdicts), self._spec, fn), NotEquivalentWarning, place)
 
 
 class Comparison:
@@ -78,13 +105,20 @@ class Comparison:
         traced: The trace.
         call: The call of the user's function.
         spec: The program.
+        report: Is called with the name of each leaf of the state and the verdict on it, and the user's function.
     """
 
-    def __init__(self, traced: Traced, call: UserCall, spec: ProgramSpec):
+    def __init__(
+        self,
+        traced: Traced,
+        call: UserCall,
+        spec: ProgramSpec,
+        report: Callable[[Sequence[tuple[str, Verdict]], Callable[..., Any]], None],
+    ):
         # No value of the trace is held: `jax.checking_leaks` would report it.
         results, local, retrace = traced.results, traced.jaxpr, traced.retrace
         rows = zip(results.names, results.items, results.wrappers, results.trees, strict=True)
-        kinds: list[tuple[str, list[Kind]]] = [
+        kinds: list[tuple[str, list[ResultKind]]] = [
             (name, [kind_of(item, wrapper)] * len(jax.tree.leaves(tree))) for name, item, wrapper, tree in rows
         ]
         call, num_state = call.with_arguments(*_shapes(call)), results.num_state
@@ -94,7 +128,7 @@ class Comparison:
                 single = trace_single_replica(call, spec, retrace)
                 items = jax.tree.leaves((call.args, call.kwargs), is_leaf=is_distributed)
                 self._verdicts = _verdicts(local, single, items, kinds, spec)
-            _report(list(self._verdicts.items())[:num_state], spec)
+            report(list(self._verdicts.items())[:num_state], call.fn)
 
         self._compare: Callable[[], None] | None = compare
         self._verdicts: dict[str, Verdict] = {}
@@ -247,7 +281,7 @@ def _verdicts(
     local: Any,
     single: SingleReplicaTrace,
     items: Sequence[Any],
-    kinds: Sequence[tuple[str, list[Kind]]],
+    kinds: Sequence[tuple[str, list[ResultKind]]],
     spec: ProgramSpec,
 ) -> dict[str, Verdict]:
     """Returns the verdict on each result by name: the verdict on its first leaf that is not equivalent. See `leaf_verdicts`.
@@ -265,7 +299,7 @@ def _verdicts(
 
 
 def leaf_verdicts(
-    local: Any, single: SingleReplicaTrace, items: Sequence[Any], kinds: Sequence[Kind], spec: ProgramSpec
+    local: Any, single: SingleReplicaTrace, items: Sequence[Any], kinds: Sequence[ResultKind], spec: ProgramSpec
 ) -> list[Verdict]:
     """Returns the verdict on each leaf of the results, from the traces of a step on several replicas and on one.
 
@@ -287,16 +321,16 @@ def leaf_verdicts(
             verdict_of(relation, kind, sizes, kind == "replicated")
             for relation, kind in zip(relations, kinds, strict=True)
         ]
-        return confirmed(leaves, local, single.program, inputs, list(map(Read, kinds)), sizes)
+        return with_counterexamples(leaves, local, single.program, inputs, list(map(ResultForm, kinds)), sizes)
     except Exception as error:  # an equation in a form that the rules do not know must not stop a step
         return [Verdict("unknown", f"the analysis failed: {type(error).__name__}: {one_line(str(error))}")] * len(kinds)
 
 
 _RANK = {"equivalent": 0, "unknown": 1, "not equivalent": 2}
-_READ_AS: dict[VariableAggregation, Kind] = {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}
+_READ_AS: dict[VariableAggregation, ResultKind] = {VariableAggregation.SUM: "sum", VariableAggregation.MEAN: "mean"}
 
 
-def kind_of(item: Any, wrapper: Any) -> Kind:
+def kind_of(item: Any, wrapper: Any) -> ResultKind:
     """Returns how the leaves of a result are read, from its own wrapper or None, and from the class that it is placed in."""
     if wrapper is None or wrapper._is_replicated:
         return "replicated"
@@ -307,40 +341,23 @@ def kind_of(item: Any, wrapper: Any) -> Kind:
     return "per replica"
 
 
-def _report(verdicts: Sequence[tuple[str, Verdict]], spec: ProgramSpec) -> None:
-    """Warns of the leaves of the state that are not equivalent, or raises an error, as `equivalence=` requires.
-
-    Args:
-        verdicts: The name of each leaf of the state, and the verdict on it.
-        spec: The program.
-
-    Raises:
-        NotEquivalentError: `equivalence="error"`, and a leaf is not equivalent.
-
-    Warns:
-        NotEquivalentWarning: `equivalence="warn"`, and a leaf is not equivalent, other than by design.
-    """
-    wrong = [(name, verdict) for name, verdict in verdicts if verdict.name == "not equivalent"]
-    if spec.equivalence == "error" and wrong:
-        raise NotEquivalentError(_message(wrong, len(verdicts), spec))
-    wrong = [(name, verdict) for name, verdict in wrong if not verdict.by_design]
-    if wrong:
-        place = min(wrong, key=lambda pair: pair[1].depth)[1].place
-        place = place or source_lines.caller_frame() or source_lines.Frame("<unknown>", 0, spec.name)
-        warn_once(_message(wrong, len(verdicts), spec), NotEquivalentWarning, place)
-
-
-def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec) -> str:
+def _message(wrong: Sequence[tuple[str, Verdict]], num_state: int, spec: ProgramSpec, fn: Callable[..., Any]) -> str:
     (name, verdict), *others = sorted(wrong, key=lambda pair: pair[1].depth)  # the nearest one to the cause
     more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
     also = f" (nor {'is' if len(others) == 1 else 'are'} {len(others)} more of {num_state}: {more})" if others else ""
-    number = spec.context.num_replicas_in_sync
+    number, reason = spec.context.num_replicas_in_sync, verdict.reason
     chain = "\n    -> ".join(verdict.lines)
     because = f"\n  Because of\n    {chain}" if chain else ""
+    is_of_jdist = (getattr(fn, "__module__", None) or "").startswith("jdist.")  # of a `Trainer` or `jdist.train_step`
+    if reason == LOCAL_NORMALIZATION:  # one layer is the cause, whatever depends on it
+        where = f", at {verdict.place}" if verdict.place and source_lines.is_user_frame(verdict.place) else ""
+        averaged = ". The running statistics are averaged over the replicas" * (is_of_jdist and ".model_state" in name)
+        reason, also, because = f"{reason}{where}{averaged}", "", ""
     fix = f"\n  {verdict.fix}" if verdict.fix else ""
+    ignore = 'strategy.step(fn, equivalence="ignore")'
+    if is_of_jdist:
+        ignore = 'warnings.simplefilter("ignore", jdist.NotEquivalentWarning)'
     return (
         f"{name} of `{spec.name}` on {number} replicas is not what one device computes from the global batch{also}: "
-        f"{verdict.reason}.{because}{fix}\n"
-        '  If this is intended: `strategy.step(fn, equivalence="ignore")`; of a `Trainer`, '
-        '`warnings.simplefilter("ignore", jdist.NotEquivalentWarning)`.'
+        f"{reason}.{because}{fix}\n  If this is intended: `{ignore}`."
     )

@@ -153,6 +153,10 @@ class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
         mesh = self.backend.replicas.mesh
         return f"Program({self._name}, on {mesh.size} {mesh.devices.flat[0].platform} devices)"
 
+    def __dir__(self) -> list[str]:
+        internal = {"backend", "call", "forget_arguments", "on_trace", "options"}  # of other packages of jdist
+        return [name for name in super().__dir__() if name not in internal]
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "A step cannot be pickled: it is compiled for devices of this process. Pickle its function, `step.__wrapped__`, "

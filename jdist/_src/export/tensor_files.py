@@ -26,8 +26,9 @@ DTYPES = {
     "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64, "C64": np.complex64,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
-KEYS = "jdist.random_keys"  # in the metadata: the names of the arrays that are random keys, with their implementations
-BYTE_DTYPES = "jdist.dtypes"  # in the metadata: the names of the arrays that are stored as bytes, with their dtypes
+# Entries of the metadata: the names of arrays of random keys, with the implementations of the keys; and the names of arrays
+# that are stored as bytes, with their dtypes.
+RANDOM_KEYS, BYTE_DTYPES = "jdist.random_keys", "jdist.dtypes"
 INDEX_SUFFIX = ".index.json"
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors package
 
@@ -96,8 +97,7 @@ def read_tensors(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _read_index(path: pathlib.Path) -> dict[str, Any]:
-    if not is_file(path):
-        raise FileNotFoundError(f"The file {path} does not exist, or is a folder. Pass the path of a safetensors file.")
+    _check_exists(path)
     files: dict[str, str] = {}
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -120,8 +120,7 @@ def _read_index(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _read_header(path: pathlib.Path) -> dict[str, Any]:
-    if not is_file(path):
-        raise FileNotFoundError(f"The file {path} does not exist, or is a folder. Pass the path of a safetensors file.")
+    _check_exists(path)
     file_bytes = path.stat().length if is_url(path) else path.stat().st_size  # pyright: ignore[reportAttributeAccessIssue]
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -144,7 +143,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Any]:
         position = stop
     if position != file_bytes - 8 - length:
         raise _damaged(path, f"it has {file_bytes - 8 - length:,} bytes of arrays, and its header names {position:,}")
-    keys, dtypes = json.loads(metadata.get(KEYS, "{}")), json.loads(metadata.get(BYTE_DTYPES, "{}"))
+    keys, dtypes = json.loads(metadata.get(RANDOM_KEYS, "{}")), json.loads(metadata.get(BYTE_DTYPES, "{}"))
     tensors: dict[str, Any] = {}
     for name, (dtype_name, shape, first, stop) in entries.items():
         if dtype_name not in DTYPES:
@@ -160,6 +159,11 @@ def _read_header(path: pathlib.Path) -> dict[str, Any]:
             jax.random.wrap_key_data(jnp.asarray(tensor.read()), impl=keys[name]) if name in keys else tensor
         )
     return tensors
+
+
+def _check_exists(path: pathlib.Path) -> None:
+    if not is_file(path):
+        raise FileNotFoundError(f"The file {path} does not exist, or is a folder. Pass the path of a safetensors file.")
 
 
 def _damaged(path: pathlib.Path, reason: str) -> ValueError:

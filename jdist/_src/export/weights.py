@@ -36,7 +36,7 @@ from jdist._src.core.optional_import import optional_import
 from jdist._src.core.paths import as_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, has_dtype
 from jdist._src.core.version import __version__
-from jdist._src.export.tensor_files import BYTE_DTYPES, DTYPES, INDEX_SUFFIX, KEYS, StoredTensor, read_tensors
+from jdist._src.export.tensor_files import BYTE_DTYPES, DTYPES, INDEX_SUFFIX, RANDOM_KEYS, StoredTensor, read_tensors
 from jdist._src.replica.context import require_cross_replica_context
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.array_checks import check_array
@@ -223,11 +223,16 @@ def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
 
 
 def check_saved_leaves(tree: PyTree, has_jax_dtypes: bool = False) -> None:
-    """Raises an error if a leaf of `tree` cannot be saved. Uses no collectives: it may fail on one process of several.
+    """Checks that all leaves of `tree` can be saved. Uses no collectives: it may fail on one process of several.
 
     Args:
         tree: Arrays and numbers, some in wrappers.
         has_jax_dtypes: Whether the leaves are saved with the dtypes of JAX.
+
+    Raises:
+        ValueError: Two leaves have the same name, or a leaf was donated to a step.
+        TypeError: A leaf is not an array, or safetensors does not have its dtype.
+        ImportError: safetensors is not installed.
     """
     _import_safetensors()
     for name, leaf in leaves_by_name(tree).items():
@@ -282,7 +287,7 @@ def file_writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
         name: np.asarray(to_bytes(array) if name in without_dtype else array, order="C")
         for name, array in arrays.items()
     }
-    metadata = {"jdist": __version__, "format": "np"} | ({KEYS: json.dumps(keys)} if keys else {})
+    metadata = {"jdist": __version__, "format": "np"} | ({RANDOM_KEYS: json.dumps(keys)} if keys else {})
     metadata |= {BYTE_DTYPES: json.dumps(without_dtype)} if without_dtype else {}
 
     def write(path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ import jax
 
 from jdist._src.core import activity
 from jdist._src.core.activity import Label, Launches
-from jdist._src.core.source_lines import caller_frame, code_at
+from jdist._src.core.source_lines import caller_frame, caller_text, code_at
 
 Stacks: TypeAlias = Mapping[int, FrameType]  # the innermost frame of each thread, by the identifier of the thread
 _MOST_SAMPLES = 64
@@ -170,8 +170,7 @@ def _program_text(label: Label, step: int) -> str:
 
 def _line_of(stacks: Stacks, ident: int | None) -> str:
     stack = stacks.get(ident or 0)
-    frame = caller_frame(stack) if stack is not None else None
-    return f" ({code_at(frame)})" if frame else ""
+    return "" if stack is None else caller_text(stack)
 
 
 def _line_of_main(stacks: Stacks) -> str:

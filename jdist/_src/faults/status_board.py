@@ -21,9 +21,11 @@ from jdist._src.core.background_threads import start_thread
 from jdist._src.core.jax_compat import key_value_store
 
 _STATUS, _DECISIONS, _REPORTED = "jdist/status", "jdist/decisions", "jdist/reported"
-_END, _COMPARED, _RECORDS = "end", "compared", "records"  # to end, to compare two processes, and the records of one
+# The names of decisions: to end the job, and to compare the calls of two processes; and of the records of one of the two.
+_END, _COMPARED, _RECORDS = "end", "compared", "records"
 _FAST = 1 / 20  # of the interval: the polls of a thread that other processes wait for
-SILENT_SECONDS = 30.0  # after which a process that has not ended does not hold up the exit of the others
+# Seconds without a new status after which the others do not wait at their exit for a process that has not ended.
+LOST_SECONDS = 30.0
 
 
 class Status(NamedTuple):
@@ -61,7 +63,7 @@ class Decision(NamedTuple):
     Attributes:
         process: The process that decided.
         silent: The processes that do not answer.
-        reason: Why.
+        reason: The reason, for the report.
     """
 
     process: int
@@ -71,20 +73,19 @@ class Decision(NamedTuple):
 
 def awaited_processes(process: int, statuses: Mapping[int, Status]) -> set[int]:
     """Returns the processes that a process waits for: they have not launched the same program, or are not in the same round."""
-    own = statuses[process]
-    if own.awaits is None:
+    status = statuses[process]
+    if status.awaits is None:
         return set()
-    name, number, processes = own.awaits
+    name, number, processes = status.awaits
     others = (statuses.keys() if processes is None else statuses.keys() & set(processes)) - {process}
     if not number:
         return {other for other in others if (statuses[other].awaits or ("",))[0] != name}
 
     def has_launched(other: Status) -> bool:
         count = other.launches.get(name, 0)
-        differs = (
-            list(own.newest_launch) != list(other.newest_launch) and own.newest_launch[0] == other.newest_launch[0]
-        )
-        return count > number or (count == number and not differs)
+        launch, other_launch = list(status.newest_launch), list(other.newest_launch)
+        is_other_program = launch != other_launch and launch[0] == other_launch[0]
+        return count > number or (count == number and not is_other_program)
 
     return {other for other in others if not has_launched(statuses[other])}
 
@@ -152,7 +153,7 @@ class StatusBoard:
         """Starts the thread."""
         start_thread(self._run, (), name="jdist status", stop=self._stop.set)
 
-    def wait_for_end_of_others(self, silent_seconds: float = SILENT_SECONDS) -> list[int]:
+    def wait_for_end_of_others(self, silent_seconds: float = LOST_SECONDS) -> list[int]:
         """Waits until the other processes have ended their programs, or have not answered for `silent_seconds`.
 
         Returns:
@@ -207,9 +208,9 @@ class StatusBoard:
                 store.key_value_set(f"{_DECISIONS}/{compared}", json.dumps(different), True)
             return
         first, other = json.loads(decisions[compared])
-        own = f"{_RECORDS}-{num_forgotten}-{self._process}"
-        if self._process in (first, other) and own not in decisions:
-            store.key_value_set(f"{_DECISIONS}/{own}", json.dumps(activity.calls.newest_records()), True)
+        key = f"{_RECORDS}-{num_forgotten}-{self._process}"
+        if self._process in (first, other) and key not in decisions:
+            store.key_value_set(f"{_DECISIONS}/{key}", json.dumps(activity.calls.newest_records()), True)
         posted = (decisions.get(f"{_RECORDS}-{num_forgotten}-{process}", "[]") for process in (first, other))
         records = list(map(json.loads, posted))
         if all(records):

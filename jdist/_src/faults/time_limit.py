@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.background_threads import start_thread
 from jdist._src.core.exit_statuses import HUNG
-from jdist._src.core.source_lines import caller_frame, code_at
+from jdist._src.core.source_lines import caller_text
 
 _LOG = logging.getLogger("jdist")
 TIME_LIMIT = 600.0  # seconds; the variable JDIST_TIMEOUT_SECONDS
 WORK_LIMIT = 3600.0  # seconds of one piece of work, such as a compilation; the variable JDIST_WORK_SECONDS
 WARNING_INTERVAL = 30.0  # seconds; the variable JDIST_WARNING_SECONDS
-_ERRORS = 2  # the file descriptor of standard error
+STDERR = 2  # the file descriptor of standard error
 
 
 def seconds_of(variable: str, default: float) -> float:
@@ -54,23 +54,22 @@ def time_limit(text: str) -> Iterator[None]:
         seconds_of("JDIST_WARNING_SECONDS", WARNING_INTERVAL),
         seconds_of("JDIST_TIMEOUT_SECONDS", TIME_LIMIT),
     )
-    frame = caller_frame()
-    sentence = f"This process {text}{f' ({code_at(frame)})' if frame else ''}, for %.0f seconds."
-    end = threading.Event()
+    sentence = f"This process {text}{caller_text()}, for %.0f seconds."
+    has_ended = threading.Event()
 
     def watch() -> None:
         waited = 0.0
-        while not end.wait(step := min(interval, limit - waited)):
+        while not has_ended.wait(step := min(interval, limit - waited)):
             waited += step
             if waited < limit:
                 _LOG.warning(sentence, waited)
                 continue
-            os.write(_ERRORS, f"jdist: {sentence % waited} It ends with exit status {HUNG}.\n".encode())
-            faulthandler.dump_traceback(_ERRORS)
+            os.write(STDERR, f"jdist: {sentence % waited} It ends with exit status {HUNG}.\n".encode())
+            faulthandler.dump_traceback(STDERR)
             os._exit(HUNG)
 
-    start_thread(watch, (), name="jdist time limit", stop=end.set)
+    start_thread(watch, (), name="jdist time limit", stop=has_ended.set)
     try:
         yield
     finally:
-        end.set()
+        has_ended.set()

@@ -25,27 +25,26 @@ from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.process_messages import post_end_at_exit
 from jdist._src.faults.observation import DEBUGGER, Observation, Observer, ProcessWait
 from jdist._src.faults.status_board import (
-    SILENT_SECONDS,
+    LOST_SECONDS,
     Decision,
     Status,
     StatusBoard,
     awaited_processes,
     stuck_processes,
 )
-from jdist._src.faults.time_limit import TIME_LIMIT, WARNING_INTERVAL, WORK_LIMIT, seconds_of
+from jdist._src.faults.time_limit import STDERR, TIME_LIMIT, WARNING_INTERVAL, WORK_LIMIT, seconds_of
 
 _LOG = logging.getLogger("jdist")
 _LIMIT_AFTER_ERROR = 60.0  # seconds of a wait, after an error has ended the program of another process
 _ENDLESS_SECONDS = 5.0  # of a wait, after which it is an error if it can never end
 _ANSWER_SECONDS = 10.0  # in which a process must react
 _READ_AFTER = 1 / 6  # of the interval of warnings: the waiting after which the statuses are read
-_SILENT_SECONDS = 1.0  # without a new status, and at least three intervals, after which a warning says so
+_MIN_REPORTED_SILENCE = 1.0  # seconds without a new status, and at least three intervals, that a warning reports
 _LISTED_PROCESSES = 4  # that a warning describes
 _READERS = 8  # processes that begin to read the statuses of the others at the same time
 _EXIT_DELAY = 1.0  # seconds of process 0: JAX aborts the other processes when it ends
-_ERRORS = 2  # the file descriptor of standard error
 _ERROR_CHARACTERS = 200
-_SILENT = "it is stopped, or a C call holds Python's lock, or its machine is lost"
+_CAUSES_OF_SILENCE = "it is stopped, or a C call holds Python's lock, or its machine is lost"
 
 _watchdog: "Watchdog | None" = None
 
@@ -116,8 +115,9 @@ class Watchdog:
         self._observer = Observer()
         self._timers: dict[Any, _Timer] = {}
         self._usual_seconds: dict[str, float] = {}  # of finished waits, by the name of the program
-        self._names: dict[Any, str] = {}
-        self._activity = ("", "", 0.0)  # the text of the observation, and when it was observed first
+        self._names: dict[Any, str] = {}  # the name of each wait with a timer, by its key
+        # The text of the last observation, and the time of day and `time.monotonic` when it was observed first.
+        self._observed = ("", "", 0.0)
         self._work: Any = None  # the work of the last observation, and the number of programs before it
         self._work_seconds = 0.0
         self._num_postponed = 0
@@ -219,9 +219,9 @@ class Watchdog:
             first_warning = max(self._warning_interval, 2 * self._usual_seconds.get(wait.name, 0.0))
             self._timers[key] = _Timer(time.strftime("%H:%M:%S"), 0.0, first_warning)
             self._names[key] = wait.name
-        text, _, _ = self._activity
+        text, _, _ = self._observed
         if observation.text != text:
-            self._activity = observation.text, time.strftime("%H:%M:%S"), time.monotonic()
+            self._observed = observation.text, time.strftime("%H:%M:%S"), time.monotonic()
 
     def _exceeds_limit(self, wait: ProcessWait) -> bool:
         limit = self.limit * max(1, wait.steps)
@@ -247,7 +247,7 @@ class Watchdog:
         return "the processes wait for each other in different calls, so none of them can continue"
 
     def _line(self, observation: Observation) -> str:
-        _, clock, start = self._activity
+        _, clock, start = self._observed
         seconds = time.monotonic() - start
         if observation.waits:
             clock, seconds, _ = max(
@@ -267,14 +267,14 @@ class Watchdog:
     def _line_of_other(self, process: int, status: Status) -> str:
         """Returns the sentence about another process in a warning; an empty string if it waits too."""
         seconds = self._board.silent_seconds(process)
-        is_silent = seconds > max(_SILENT_SECONDS, 3 * self._interval)
+        is_silent = seconds > max(_MIN_REPORTED_SILENCE, 3 * self._interval)
         if process == self._process or (status.waits and not is_silent):
             return ""
         if not is_silent:
             return status.line
         name = f"Process {process} of {self._num_processes}"
         last = f" Its last report: {status.line}" if status.line else ""
-        return f"{name} has not answered for {seconds:.0f} s: {_SILENT}.{last}"
+        return f"{name} has not answered for {seconds:.0f} s: {_CAUSES_OF_SILENCE}.{last}"
 
     def _decision_without_process_0(self, now: float) -> Decision | None:
         """Returns the decision to end the job if process 0, which holds the key-value store, does not answer either."""
@@ -297,11 +297,11 @@ class Watchdog:
     def _print_report(self, decision: Decision) -> None:
         reason = decision.reason.rstrip(".")
         _write(f"jdist: {reason}, so all processes end with exit status {HUNG}.\n{self._board.status.line}\n")
-        faulthandler.dump_traceback(_ERRORS)
+        faulthandler.dump_traceback(STDERR)
         lines = [self._board.status.line]
         if decision.process == self._process:
             statuses = {**self._board.statuses, self._process: self._board.status}
-            silent = {process: f"Process {process} does not answer: {_SILENT}." for process in decision.silent}
+            silent = {i: f"Process {i} does not answer: {_CAUSES_OF_SILENCE}." for i in decision.silent}
             by_process = {process: status.line for process, status in statuses.items()} | silent
             lines = [by_process[process] for process in sorted(by_process)]
         _write("\n".join(["", *lines, ""]))
@@ -326,11 +326,11 @@ class Watchdog:
         if self._board.decision is not None:
             _block()
         with contextlib.suppress(RuntimeError):
-            lost = self._board.wait_for_end_of_others(self._answer_seconds if self._has_failed else SILENT_SECONDS)
+            lost = self._board.wait_for_end_of_others(self._answer_seconds if self._has_failed else LOST_SECONDS)
             if lost and self._has_failed:
-                self._end_without(lost)
+                self._end_without_lost(lost)
 
-    def _end_without(self, lost: Sequence[int]) -> None:
+    def _end_without_lost(self, lost: Sequence[int]) -> None:
         """Lets this process end after an error although others are lost. JAX would wait for them, then abort this process."""
         one = len(lost) == 1
         _write(
@@ -359,7 +359,7 @@ def _block(*args: object) -> None:
 
 def _write(text: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(_ERRORS, text.encode())
+        os.write(STDERR, text.encode())
 
 
 def _flush() -> None:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr
-from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
+from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, scan_to_fixed_point
+from jdist._src.jaxpr.primitives import IDENTITIES
 
 _INDEPENDENT, _OTHER = "independent", "other"
-# An accumulator by its number: this accumulator plus a value that does not depend on any accumulator.
+# The number of an accumulator stands for this accumulator plus a value that does not depend on any accumulator.
 _Value: TypeAlias = int | str
 
 
@@ -41,7 +42,7 @@ class _Accumulators(Interpreter[_Value]):
             return [_INDEPENDENT] * len(equation.outvars)
         name, (first, *others) = equation.primitive.name, operands
         is_added = all(value == _INDEPENDENT for value in others)
-        if name in _IDENTITIES or (name == "convert_element_type" and _is_exact(equation)):
+        if name in IDENTITIES or (name == "convert_element_type" and _is_exact(equation)):
             return operands
         if name in ("add", "add_any") and first == _INDEPENDENT:
             return others
@@ -76,17 +77,9 @@ class _Accumulators(Interpreter[_Value]):
     def scan(
         self, equation: Equation, body: ScanFunction[_Value], carry: Sequence[_Value], xs: Sequence[_Value]
     ) -> list[_Value]:
-        slices, ys = [value if value == _INDEPENDENT else _OTHER for value in xs], list[_Value]()
-
-        def step(carry: Sequence[_Value]) -> list[_Value]:
-            new_carry, ys[:] = body(carry, slices)
-            return new_carry
-
-        last = fixed_point(step, carry, _join)
+        slices = [value if value == _INDEPENDENT else _OTHER for value in xs]
+        last, ys = scan_to_fixed_point(body, carry, slices, _join)
         return last + [y if y == _INDEPENDENT else _OTHER for y in ys]
-
-
-_IDENTITIES = frozenset(("copy", "copy_p", "name", "optimization_barrier", "stop_gradient"))
 
 
 def _is_exact(equation: Equation) -> bool:

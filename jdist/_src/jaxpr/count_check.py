@@ -26,10 +26,10 @@ import numpy as np
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import LocalCountWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.jaxpr.dims import NO_DIMS, Dims, result_dims, shifted
+from jdist._src.jaxpr.dims import NO_DIMS, Dims, result_dims, scan_with_dims
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, all_equations, fixed_point
 from jdist._src.jaxpr.marks import GRADIENT_MARK, MEAN_MARK, mark_of
-from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
+from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES, primitive_names
 from jdist._src.jaxpr.relations import Site
 from jdist._src.jaxpr.replication import Input, warn_once
 
@@ -52,7 +52,7 @@ _DATA = frozenset({_Kind.CONSTANT, _Kind.DATA, _Kind.COUNT})
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What is known of a value.
+    """The kind of a value, and the properties of the values of some kinds.
 
     Attributes:
         kind: The kind.
@@ -122,7 +122,7 @@ class _CountAnalysis(Interpreter[_Value]):
 
     Attributes:
         means: By the `id` of the equation and of the calls that contain it, each mean over the replicas: the equation that
-            divided its operand by a count, or None; and that of the mean.
+            divided its operand by a count, or None; and the equation of the mean.
     """
 
     def __init__(self, axes: frozenset[str], num_replicas: int):
@@ -175,15 +175,7 @@ class _CountAnalysis(Interpreter[_Value]):
     def scan(
         self, equation: Equation, body: ScanFunction[_Value], carry: Sequence[_Value], xs: Sequence[_Value]
     ) -> list[_Value]:
-        slices = [dataclasses.replace(x, dims=shifted(x.dims, -1)) for x in xs]
-        ys: list[_Value] = []
-
-        def step(carry: Sequence[_Value]) -> list[_Value]:
-            new_carry, ys[:] = body(carry, slices)
-            return new_carry
-
-        last = fixed_point(step, carry, _join)
-        return [*last, *(dataclasses.replace(y, dims=shifted(y.dims, 1)) for y in ys)]
+        return scan_with_dims(body, carry, xs, _join)
 
     def _record_mean(self, equation: Equation, operand: _Value, kind: _Kind) -> None:
         division = operand.division if operand.kind is kind else None
@@ -271,7 +263,7 @@ def _product(first: _Value, second: _Value) -> _Value | None:
 
 
 def _combined(operands: Sequence[_Value]) -> _Value:
-    """Returns the result of an operation that is not linear, or of which nothing is known. The dims of DATA are missing."""
+    """Returns the result of an operation that is not linear, or that has no rule. The dims of DATA are missing."""
     kinds = {value.kind for value in operands}
     if kinds <= _CONSTANTS:
         return _CONSTANT
@@ -303,18 +295,14 @@ def _below(predicate: _Value, value: _Value) -> _Value:
     return _combined([predicate, value])
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # The result is proportional to the first operand.
-_KEEPS_FIRST = _names(
+_KEEPS_FIRST = primitive_names(
     """
     broadcast_in_dim convert_element_type copy copy_p cumsum dynamic_slice expand_dims gather name neg reduce_precision
     reduce_sum reduce_window_sum reshape rev slice split squeeze stop_gradient transpose unstack
     """
 )
-_BILINEAR = _names("mul dot_general conv_general_dilated")
-_SUMS = _names("add sub add_any")
-_BOUNDS = _SUMS | _names("max min clamp select_n")  # of counts and constants
-_UPDATES = _names("pad dynamic_update_slice")  # the first two operands are values
+_BILINEAR = primitive_names("mul dot_general conv_general_dilated")
+_SUMS = primitive_names("add sub add_any")
+_BOUNDS = _SUMS | primitive_names("max min clamp select_n")  # of counts and constants
+_UPDATES = primitive_names("pad dynamic_update_slice")  # the first two operands are values

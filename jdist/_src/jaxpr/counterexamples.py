@@ -1,6 +1,6 @@
-"""Random inputs for which a function on N replicas computes something else than on one device: the evidence of `equivalence`.
+"""Random inputs for which the results of a function on N replicas differ from those on one device: evidence for `equivalence`.
 
-The analysis proves that results are equal. Others may be equal, too: `x - x` is always 0. So both programs are
+The analysis proves that results are equal. Results without a proof may be equal too: `x - x` is always 0. So both programs are
 evaluated in float64 for a few random inputs, if they are small. A difference shows that they are not equivalent.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jdist._src.core import jax_compat
-from jdist._src.jaxpr.equivalence_verdict import Kind, Verdict
+from jdist._src.jaxpr.equivalence_verdict import LOCAL_NORMALIZATION, ResultKind, Verdict
 from jdist._src.jaxpr.interpreter import Evaluator, all_equations
 from jdist._src.jaxpr.numpy_evaluation import TooLargeError, evaluate
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split
@@ -26,41 +26,41 @@ _SAMPLES = ((1.0, False), (1.0, True), (10.0, False), (0.1, True), (0.01, False)
 _TOLERANCE = 1e-5  # constants of both programs are rounded to float32
 
 
-class Read(NamedTuple):
-    """How an output is read.
+class ResultForm(NamedTuple):
+    """How the values of the replicas form one value of an output.
 
     Attributes:
         kind: See `verdict_of`.
         splits: The dims of kind `"split"`; by default the first one over all axes.
     """
 
-    kind: Kind
+    kind: ResultKind
     splits: tuple[Split, ...] = ()
 
 
-def confirmed(
+def with_counterexamples(
     verdicts: Sequence[Verdict],
     local: Any,
-    whole: Any,
+    single: Any,
     inputs: Sequence[AnyRelation],
-    reads: Sequence[Read],
+    forms: Sequence[ResultForm],
     axis_sizes: Mapping[str, int],
 ) -> list[Verdict]:
-    """Returns verdicts of which those that are not `"equivalent"` take the evidence of random inputs into account.
+    """Returns the verdicts; each one that is not `"equivalent"` takes the evidence of random inputs into account.
 
     Args:
         verdicts: The verdict of the analysis on each output.
         local: The closed jaxpr of one replica of several.
-        whole: The closed jaxpr of the function as the only replica.
+        single: The closed jaxpr of the function as the only replica.
         inputs: The relation of each input.
-        reads: How each output is read.
+        forms: The form of each output.
         axis_sizes: The mesh axes of the replicas, from the outermost, and their sizes.
     """
     undecided = [verdict.name != "equivalent" and not verdict.by_design for verdict in verdicts]
     if not any(undecided):
         return list(verdicts)
     try:
-        evidence = _Evidence(local, whole, inputs, reads, axis_sizes)
+        evidence = _Evidence(local, single, inputs, forms, axis_sizes)
         with jax.ensure_compile_time_eval():  # a step is traced here
             differences = evidence.differences(undecided)
     except Exception:  # too large, or a primitive that numpy and JAX do not evaluate here
@@ -73,7 +73,7 @@ def _with_evidence(verdict: Verdict, differs: bool | None) -> Verdict:
         reason = f"{verdict.reason}, but random inputs show no difference"
         return dataclasses.replace(verdict, name="unknown", reason=reason)
     if verdict.name == "unknown" and differs and verdict.may_be_refuted:
-        reason = f"random inputs show a difference, and {verdict.reason}"
+        reason = LOCAL_NORMALIZATION if verdict.fix else f"random inputs show a difference, and {verdict.reason}"
         return dataclasses.replace(verdict, name="not equivalent", reason=reason)
     return verdict
 
@@ -84,24 +84,27 @@ class _Evidence:
     def __init__(
         self,
         local: Any,
-        whole: Any,
+        single: Any,
         inputs: Sequence[AnyRelation],
-        reads: Sequence[Read],
+        forms: Sequence[ResultForm],
         axis_sizes: Mapping[str, int],
     ):
-        programs = [jax_compat.open_jaxpr(program) for program in (local, whole)]
+        programs = [jax_compat.open_jaxpr(program) for program in (local, single)]
         if any(jax_compat.calls_host(equation) for program in programs for equation in all_equations(program)):
             raise ValueError("a program that calls functions of the host is not evaluated")
         if any(isinstance(value, Lost) for value in inputs):
             raise ValueError("an input without a value on one device")
-        given = [*programs[0].invars, *programs[0].constvars]
-        if math.prod(axis_sizes.values()) * sum(math.prod(jax_compat.shape_of(var)) for var in given) > _MAX_OPERATIONS:
+        variables = [*programs[0].invars, *programs[0].constvars]
+        if (
+            math.prod(axis_sizes.values()) * sum(math.prod(jax_compat.shape_of(var)) for var in variables)
+            > _MAX_OPERATIONS
+        ):
             raise TooLargeError("its inputs do not fit the limit")
-        self._whole, self._reads = programs[1], reads
+        self._single, self._forms = programs[1], forms
         self._inputs: Any = inputs
         self._sizes = dict(axis_sizes)
         self._on_replicas = _batched(local, self._sizes)
-        self._on_one = _batched(whole, dict.fromkeys(self._sizes, 1))
+        self._on_one = _batched(single, dict.fromkeys(self._sizes, 1))
 
     def differences(self, undecided: Sequence[bool]) -> list[bool | None]:
         """Returns for each output whether it differs for a random input; None for one value per replica.
@@ -109,21 +112,20 @@ class _Evidence:
         Args:
             undecided: The outputs that matter.
         """
-        found: list[bool | None] = [None] * len(self._reads)
+        differs: list[bool | None] = [None] * len(self._forms)
         for sample, (scale, is_positive) in enumerate(_SAMPLES):
             rng = np.random.default_rng(sample)
             pairs = [
                 self._values(value, var.aval, scale, is_positive or not value.splits, rng)
-                for value, var in zip(self._inputs, self._whole.invars, strict=True)
+                for value, var in zip(self._inputs, self._single.invars, strict=True)
             ]
-            on_replicas = _evaluated(self._on_replicas, [own for own, _ in pairs])
+            on_replicas = _evaluated(self._on_replicas, [values for values, _ in pairs])
             on_one = _evaluated(self._on_one, [one[(None,) * len(self._sizes)] for _, one in pairs])
-            for i, row in enumerate(zip(on_replicas, on_one, self._reads, strict=True)):
-                differs = self._differs(*row)
-                found[i] = found[i] or differs
-            if all(one for one, matters in zip(found, undecided, strict=True) if matters):
+            for i, row in enumerate(zip(on_replicas, on_one, self._forms, strict=True)):
+                differs[i] = differs[i] or self._differs(*row)
+            if all(one for one, matters in zip(differs, undecided, strict=True) if matters):
                 break
-        return found
+        return differs
 
     def _values(
         self, value: Relation, aval: Any, scale: float, is_positive: bool, rng: np.random.Generator
@@ -144,12 +146,12 @@ class _Evidence:
         total = drawn.sum(tuple(range(len(grid)))) * value.factor
         return drawn, total.astype(drawn.dtype)
 
-    def _blocks(self, whole: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
+    def _blocks(self, value: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
         """Returns the part of each replica, `[*axes, ...]`, of a value that is split so."""
         names, grid = list(self._sizes), tuple(self._sizes.values())
         blocks = []
         for position in np.ndindex(grid):
-            block = whole
+            block = value
             for split in splits:
                 sizes = [self._sizes[axis] for axis in split.axes]
                 indices = tuple(position[names.index(axis)] for axis in split.axes)
@@ -157,15 +159,15 @@ class _Evidence:
             blocks.append(block)
         return np.reshape(np.stack(blocks), (*grid, *blocks[0].shape))
 
-    def _differs(self, values: np.ndarray, one: np.ndarray, read: Read) -> bool | None:
+    def _differs(self, values: np.ndarray, one: np.ndarray, form: ResultForm) -> bool | None:
         rank = len(self._sizes)
         one = one.reshape(one.shape[rank:])
-        if read.kind == "per replica":
+        if form.kind == "per replica":
             return None
-        if read.kind in ("sum", "mean"):
-            values = (np.sum if read.kind == "sum" else np.mean)(values, tuple(range(rank)), dtype=np.float64)
+        if form.kind in ("sum", "mean"):
+            values = (np.sum if form.kind == "sum" else np.mean)(values, tuple(range(rank)), dtype=np.float64)
         else:
-            splits = (read.splits or (Split(tuple(self._sizes), 0),)) if read.kind == "split" else ()
+            splits = (form.splits or (Split(tuple(self._sizes), 0),)) if form.kind == "split" else ()
             factors = [math.prod(self._sizes[axis] for axis in split.axes) for split in splits]
             if any(split.dim >= one.ndim or one.shape[split.dim] % n for split, n in zip(splits, factors, strict=True)):
                 return True
@@ -180,7 +182,7 @@ class _Evidence:
 
 
 def _random(shape: Sequence[int], dtype: Any, is_positive: bool, rng: np.random.Generator) -> np.ndarray:
-    """Returns random numbers. Those of a state are positive, as second moments have to be."""
+    """Returns random numbers; positive ones for a state, because second moments must not be negative."""
     if jnp.issubdtype(dtype, jnp.floating):
         return rng.uniform(0.1, 1.1, shape) if is_positive else rng.normal(size=shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -209,7 +211,7 @@ _OF_VARYING_TYPES = ("psum_invariant", "all_gather_invariant", "pvary")
 
 
 class _WithoutVaryingTypes(Evaluator):
-    """Traces a jaxpr anew without the types of `check_vma=True`, which `jax.vmap` does not know."""
+    """Traces a jaxpr anew without the types of `check_vma=True`, which `jax.vmap` does not support."""
 
     def primitive(self, jaxpr: Any, equation: Any, operands: list[Any]) -> list[Any]:
         name = equation.primitive.name

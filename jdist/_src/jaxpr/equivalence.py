@@ -28,25 +28,26 @@ from jax import core
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
+from jdist._src.jaxpr.causes import Cause
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
 from jdist._src.jaxpr.marks import call_name
+from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair
 from jdist._src.jaxpr.relation_rules.loops import accumulated, with_first_dim, without_first_dim
 from jdist._src.jaxpr.relation_rules.marked_calls import has_usual_operands, marked_call
-from jdist._src.jaxpr.relation_rules.step import Step
 from jdist._src.jaxpr.relation_rules.table import ELEMENTWISE, RULES
-from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Cause, Lost, Relation, Site, Split
+from jdist._src.jaxpr.relations import REPLICATED, ZERO, AnyRelation, Lost, Relation, Site, Split
 
 
-def relate(local: Any, whole: Any, inputs: Sequence[AnyRelation], axis_sizes: Mapping[str, int]) -> list[AnyRelation]:
+def relate(local: Any, single: Any, inputs: Sequence[AnyRelation], axis_sizes: Mapping[str, int]) -> list[AnyRelation]:
     """Returns the relation of each output of a function on the replicas to its output on one device.
 
     Args:
         local: The closed jaxpr of one replica of several.
-        whole: The closed jaxpr of the same function as the only replica, with the global batch.
+        single: The closed jaxpr of the same function as the only replica, with the global batch.
         inputs: The relation of each input.
         axis_sizes: The mesh axes of the replicas, from the outermost, and their sizes.
     """
-    return _Analysis(dict(axis_sizes), inputs).relate(local, whole, inputs)
+    return _Analysis(dict(axis_sizes), inputs).relate(local, single, inputs)
 
 
 class _Const:
@@ -63,37 +64,36 @@ class _Analysis(Interpreter[AnyRelation]):
         self.axis_sizes, self._num_replicas = axis_sizes, math.prod(axis_sizes.values())
         groups = {split.axes for value in inputs if isinstance(value, Relation) for split in value.splits}
         self.groups = sorted(groups or {tuple(axis_sizes)})
-        self._whole_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
+        self._single_programs: dict[int, Any] = {}  # by the `id` of a jaxpr: the program of one device
         self._pairs: dict[int, Equation] = {}  # of the current jaxpr, by the `id` of an equation
         self._consts: dict[int, Sequence[Any]] = {}
-        self.conditions: list[AnyRelation] = []
 
-    def relate(self, local: Any, whole: Any, inputs: Sequence[AnyRelation]) -> list[AnyRelation]:
+    def relate(self, local: Any, single: Any, inputs: Sequence[AnyRelation]) -> list[AnyRelation]:
         jaxpr = jax_compat.open_jaxpr(local)
-        self._enter(local, whole)
+        self._enter(local, single)
         return self.run(jaxpr, [_CONST] * len(jaxpr.constvars), inputs)
 
     def constant(self, value: Any) -> AnyRelation:
         return _CONST
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[AnyRelation], arguments: Sequence[AnyRelation]) -> list[AnyRelation]:
-        whole_program = self._whole_programs.get(id(jaxpr))
-        whole = jax_compat.open_jaxpr(whole_program) if whole_program is not None else None
-        if whole is None or len(whole.invars) != len(jaxpr.invars) or len(whole.constvars) != len(jaxpr.constvars):
-            return [self.lost("other program")] * len(jaxpr.outvars)
-        whole_consts = getattr(whole_program, "consts", ())
-        own_consts = self._consts.get(id(jaxpr), ())
-        if len(own_consts) == len(whole_consts) == len(consts):
-            consts = [self._constant(a, b) for a, b in zip(own_consts, whole_consts, strict=True)]
+        single_program = self._single_programs.get(id(jaxpr))
+        single = jax_compat.open_jaxpr(single_program) if single_program is not None else None
+        if single is None or len(single.invars) != len(jaxpr.invars) or len(single.constvars) != len(jaxpr.constvars):
+            return [Lost("other program")] * len(jaxpr.outvars)
+        single_consts = getattr(single_program, "consts", ())
+        local_consts = self._consts.get(id(jaxpr), ())
+        if len(local_consts) == len(single_consts) == len(consts):
+            consts = [self._constant(a, b) for a, b in zip(local_consts, single_consts, strict=True)]
         elif consts:
-            consts = [self.lost("other program")] * len(consts)
-        names = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*whole.constvars, *whole.invars], strict=True))
+            consts = [Lost("other program")] * len(consts)
+        names = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*single.constvars, *single.invars], strict=True))
         outer, self._pairs = self._pairs, {}
-        for one, other in _aligned(jaxpr.eqns, whole.eqns, names):
+        for one, other in _corresponding_equations(jaxpr.eqns, single.eqns, names):
             self._pairs[id(one)] = other
         try:
             results = super().run(jaxpr, consts, arguments)
-            pairs = zip(results, jaxpr.outvars, whole.outvars, strict=True)
+            pairs = zip(results, jaxpr.outvars, single.outvars, strict=True)
             return [self._output(result, one, other, names) for result, one, other in pairs]
         finally:
             self._pairs = outer
@@ -101,44 +101,46 @@ class _Analysis(Interpreter[AnyRelation]):
     def _output(self, result: AnyRelation, one: Any, other: Any, names: Mapping[Any, Any]) -> AnyRelation:
         if isinstance(one, Literal):
             return self._literal(one, other)
-        return result if result.is_lost or names.get(one) is other else self.lost("other program")
+        return result if result.is_lost or names.get(one) is other else Lost("other program")
 
     def evaluate(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
-        whole = self._pairs.get(id(equation))
-        if whole is None:
+        single = self._pairs.get(id(equation))
+        if single is None:
             site = self.site(equation)
             return [Lost("other program", Cause(site), site)] * len(equation.outvars)
         operands = [
             self._literal(one, other) if isinstance(one, Literal) else value
-            for one, other, value in zip(equation.invars, whole.invars, operands, strict=True)
+            for one, other, value in zip(equation.invars, single.invars, operands, strict=True)
         ]
         primitive = equation.primitive.name
         if primitive in ELEMENTWISE and all(map(_is_clean, operands)) and self._num_replicas not in _numbers(equation):
             return [REPLICATED]  # as in most equations of an optimizer
         if primitive in RULES:
             return self.primitive(jaxpr, equation, operands)
-        for own, other in zip(jax_compat.programs(equation), jax_compat.programs(whole), strict=True):
-            self._enter(own, other)
+        for local_program, single_program in zip(
+            jax_compat.programs(equation), jax_compat.programs(single), strict=True
+        ):
+            self._enter(local_program, single_program)
         name = call_name(equation)
-        step = Step(self, equation, whole, operands)
+        pair = EquationPair(self, equation, single, operands)
         # A derivative of a call can have further operands and results: it is entered.
-        if name and call_name(whole) == name and has_usual_operands(step, *name):
-            return [step.checked(result, number) for number, result in enumerate(marked_call(step, *name))]
+        if name and call_name(single) == name and has_usual_operands(pair, name[0]):
+            return [pair.checked(result, number) for number, result in enumerate(marked_call(pair, *name))]
         return super().evaluate(jaxpr, equation, operands)
 
-    def _enter(self, local: Any, whole: Any) -> None:
+    def _enter(self, local: Any, single: Any) -> None:
         key = id(jax_compat.open_jaxpr(local))
-        self._whole_programs[key] = whole
+        self._single_programs[key] = single
         self._consts[key] = getattr(local, "consts", ())
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[AnyRelation]) -> list[AnyRelation]:
-        step = Step(self, equation, self._pairs[id(equation)], operands)
-        lost = step.lost_operand()
+        pair = EquationPair(self, equation, self._pairs[id(equation)], operands)
+        lost = pair.lost_operand()
         name = equation.primitive.name
         if lost is not None and name not in ("mul", "select_n"):
             return [lost] * len(equation.outvars)
-        results = RULES.get(name, Step.other)(step)
-        return [step.checked(result, number) for number, result in enumerate(results)]
+        results = RULES.get(name, EquationPair.without_rule)(pair)
+        return [pair.checked(result, number) for number, result in enumerate(results)]
 
     def switch(
         self,
@@ -147,13 +149,13 @@ class _Analysis(Interpreter[AnyRelation]):
         branches: Sequence[Function[AnyRelation]],
         operands: Sequence[AnyRelation],
     ) -> list[AnyRelation]:
-        step = Step(self, equation, self._pairs[id(equation)], [index, *operands])
-        predicate = step.predicate(index)
+        pair = EquationPair(self, equation, self._pairs[id(equation)], [index, *operands])
+        predicate = pair.predicate(index)
         if predicate.is_lost:
             return [predicate] * len(equation.outvars)
         with self.inside(equation):
             results = [branch(operands) for branch in branches]
-        return [step.checked(step.joined(values), i) for i, values in enumerate(zip(*results, strict=True))]
+        return [pair.checked(pair.joined(values), i) for i, values in enumerate(zip(*results, strict=True))]
 
     def while_loop(
         self,
@@ -162,16 +164,16 @@ class _Analysis(Interpreter[AnyRelation]):
         body: Function[AnyRelation],
         carry: Sequence[AnyRelation],
     ) -> list[AnyRelation]:
-        step = Step(self, equation, self._pairs[id(equation)], list(carry))
+        pair = EquationPair(self, equation, self._pairs[id(equation)], list(carry))
 
         def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
             with self.inside(equation):
-                predicate = step.predicate(test(carry))
+                predicate = pair.predicate(test(carry))
                 if predicate.is_lost:
                     return [predicate] * len(carry)
                 return body(carry)
 
-        return fixed_point(iterate, carry, lambda old, new: step.joined([old, new]))
+        return fixed_point(iterate, carry, lambda old, new: pair.joined([old, new]))
 
     def scan(
         self,
@@ -180,41 +182,38 @@ class _Analysis(Interpreter[AnyRelation]):
         carry: Sequence[AnyRelation],
         xs: Sequence[AnyRelation],
     ) -> list[AnyRelation]:
-        whole = self._pairs[id(equation)]
-        step = Step(self, equation, whole, [*carry, *xs])
-        parts, whole_parts = jax_compat.scan_parts(equation), jax_compat.scan_parts(whole)
-        scans_examples = parts.options["length"] != whole_parts.options["length"]
-        if parts.options["reverse"] != whole_parts.options["reverse"]:
-            return [step.lost("no rule")] * len(equation.outvars)
-        slices = [without_first_dim(step, x, scans_examples) for x in xs]
+        single = self._pairs[id(equation)]
+        pair = EquationPair(self, equation, single, [*carry, *xs])
+        parts, single_parts = jax_compat.scan_parts(equation), jax_compat.scan_parts(single)
+        scans_examples = parts.options["length"] != single_parts.options["length"]
+        if parts.options["reverse"] != single_parts.options["reverse"]:
+            return [pair.lost("no rule")] * len(equation.outvars)
+        slices = [without_first_dim(pair, x, scans_examples) for x in xs]
         ys: list[AnyRelation] = []
         if scans_examples:
             if not _only_adds(jax_compat.open_jaxpr(parts.body), parts):
-                return [step.lost("no rule")] * len(equation.outvars)
+                return [pair.lost("no rule")] * len(equation.outvars)
             with self.inside(equation):
                 added, ys = body([ZERO] * len(carry), slices)
-            last = [accumulated(step, start, value) for start, value in zip(carry, added, strict=True)]
-            results = [*last, *(with_first_dim(step, y, True) for y in ys)]
-            return [step.checked(result, number) for number, result in enumerate(results)]
+            last = [accumulated(pair, start, value) for start, value in zip(carry, added, strict=True)]
+            results = [*last, *(with_first_dim(pair, y, True) for y in ys)]
+            return [pair.checked(result, number) for number, result in enumerate(results)]
 
         def iterate(carry: Sequence[AnyRelation]) -> list[AnyRelation]:
             with self.inside(equation):
                 new_carry, ys[:] = body(carry, slices)
             return new_carry
 
-        last = fixed_point(iterate, carry, lambda old, new: step.joined([old, new]))
-        results = [*last, *(with_first_dim(step, y, scans_examples) for y in ys)]
-        return [step.checked(result, number) for number, result in enumerate(results)]
-
-    def lost(self, reason: str) -> Lost:
-        return Lost(reason)
+        last = fixed_point(iterate, carry, lambda old, new: pair.joined([old, new]))
+        results = [*last, *(with_first_dim(pair, y, scans_examples) for y in ys)]
+        return [pair.checked(result, number) for number, result in enumerate(results)]
 
     def site(self, equation: Equation) -> Site:
         return Site(equation, tuple(self.calls))
 
     def _literal(self, one: Any, other: Any) -> AnyRelation:
         if not isinstance(other, Literal):
-            return self.lost("other program")
+            return Lost("other program")
         return self._constant(one.val, other.val)
 
     def _constant(self, one: Any, other: Any) -> AnyRelation:
@@ -222,10 +221,10 @@ class _Analysis(Interpreter[AnyRelation]):
         if one is other:
             return self._same_constant(one)
         if isinstance(one, core.Tracer) or isinstance(other, core.Tracer) or not _is_numeric(one, other):
-            return self.lost("other program")
+            return Lost("other program")
         first, second = np.asarray(one), np.asarray(other)
         if first.dtype != second.dtype or first.ndim != second.ndim:
-            return self.lost("other program")
+            return Lost("other program")
         if first.shape != second.shape:
             return self._split_constant(first, second)
         if np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"):
@@ -255,13 +254,12 @@ class _Analysis(Interpreter[AnyRelation]):
             is_larger = len(dims) == 1 and second.shape[dims[0]] == number * first.shape[dims[0]]
             if is_larger and np.array_equal(np.concatenate([first] * number, dims[0]), second):
                 return Relation(splits=(Split(axes, dims[0]),))
-        return self.lost("other program")
+        return Lost("other program")
 
     def _exact(self, ratio: float, dtype: np.dtype) -> float:
         """Returns the power of the number of replicas that a ratio of two rounded numbers is, or the ratio."""
-        number = math.prod(self.axis_sizes.values())
         tolerance = 1e-6 if dtype.itemsize >= 4 or dtype.kind in "iu" else 2e-2 if "bfloat" in dtype.name else 2e-3
-        for base in {number, *self.axis_sizes.values()}:
+        for base in {self._num_replicas, *self.axis_sizes.values()}:
             for power in (-3, -2, -1, -0.5, 0.5, 1, 2, 3):
                 if math.isclose(ratio, base**power, rel_tol=tolerance):
                     return float(base**power)
@@ -307,52 +305,49 @@ def _is_numeric(*values: Any) -> bool:
     )
 
 
-def _aligned(
-    own: Sequence[Equation], others: Sequence[Equation], names: dict[Any, Any]
+def _corresponding_equations(
+    local: Sequence[Equation], single: Sequence[Equation], names: dict[Any, Any]
 ) -> Iterator[tuple[Equation, Equation]]:
     """Yields the equations that two jaxprs have in common, in order, and adds their results to `names`.
 
     A size that is 1 in one of the programs can leave out equations, or add some. These are skipped.
 
     Args:
-        own: The equations of one replica.
-        others: The equations of one device.
+        local: The equations of one replica.
+        single: The equations of one device.
         names: From the variables of one replica to the variables of one device.
     """
     known = set(map(id, names.values()))
     i = j = 0
-    while i < len(own) and j < len(others):
-        skip = next(
-            (
-                skip
-                for skip in _SKIPS
-                if _match(own[i + skip[0] : i + skip[0] + 3], others[j + skip[1] : j + skip[1] + 3], names, known, skip)
-            ),
-            None,
+    while i < len(local) and j < len(single):
+        following = lambda skip, i=i, j=j: (
+            local[i + skip[0] : i + skip[0] + _NUM_MATCHES],
+            single[j + skip[1] : j + skip[1] + _NUM_MATCHES],
         )
+        skip = next((skip for skip in _SKIPS if _match(*following(skip), names, known, skip)), None)
         if skip is None:
             return
         i, j = i + skip[0], j + skip[1]
-        one, other = own[i], others[j]
+        one, other = local[i], single[j]
         names.update(zip(one.outvars, other.outvars, strict=True))
         known.update(map(id, other.outvars))
         yield one, other
         i, j = i + 1, j + 1
 
 
-_SKIPS = sorted(((i, j) for i in range(12) for j in range(12)), key=sum)
+_SKIPS = sorted(((i, j) for i in range(12) for j in range(12)), key=sum)  # numbers of equations, the smallest first
 _NUM_MATCHES = 3  # equations in a row, by which two programs are found to continue alike
 
 
 def _match(
-    own: Sequence[Equation], others: Sequence[Equation], names: dict[Any, Any], known: set[int], skip: tuple[int, int]
+    local: Sequence[Equation], single: Sequence[Equation], names: dict[Any, Any], known: set[int], skip: tuple[int, int]
 ) -> bool:
     """Whether the next equations are the same; after a skip, several of them."""
     number = _NUM_MATCHES if any(skip) else 1
-    if not own or not others:
+    if not local or not single:
         return False
     names, known = (dict(names), set(known)) if number > 1 else (names, known)
-    for one, other in zip(own[:number], others[:number], strict=False):
+    for one, other in zip(local[:number], single[:number], strict=False):
         if not _same_form(one, other, names, known):
             return False
         if number > 1:

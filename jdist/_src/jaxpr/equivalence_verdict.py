@@ -3,22 +3,22 @@
 import dataclasses
 import fractions
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from jdist._src.core import source_lines
+from jdist._src.jaxpr.causes import lines_of_places, shortened
 from jdist._src.jaxpr.collective_lines import collective_name
 from jdist._src.jaxpr.marks import REDUCE_CALL, call_name
 from jdist._src.jaxpr.primitives import REPLICATING_COLLECTIVES
 from jdist._src.jaxpr.relations import (
     UNKNOWN_REASONS,
     AnyRelation,
-    Cause,
     Lost,
     Relation,
     Site,
+    SiteCause,
     Split,
     is_close,
     may_be_one,
@@ -26,7 +26,7 @@ from jdist._src.jaxpr.relations import (
 from jdist._src.jaxpr.replication import batch_norm_fix
 
 VerdictName: TypeAlias = Literal["equivalent", "not equivalent", "unknown"]
-Kind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
+ResultKind: TypeAlias = Literal["replicated", "split", "sum", "mean", "per replica"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Verdict:
 
     Attributes:
         name: `"equivalent"`, `"not equivalent"` or `"unknown"`.
-        reason: In words; for an equivalent result, in which sense it is, if not plainly.
+        reason: The reason. For an equivalent result: in which sense it is equivalent, or an empty string.
         factor: How many times too large a result is that is not equivalent, if this is known; else None.
-        fix: What to write, or an empty string.
+        fix: The change of the user's code, or an empty string.
         by_design: Whether a policy means the results to differ, as local SGD does.
         may_be_refuted: Whether a difference for random inputs shows that an unknown result is not equivalent.
     """
@@ -48,7 +48,7 @@ class Verdict:
     fix: str = ""
     by_design: bool = False
     may_be_refuted: bool = False
-    _cause: Cause | None = dataclasses.field(default=None, repr=False, compare=False)
+    _cause: SiteCause | None = dataclasses.field(default=None, repr=False, compare=False)
     _begin: Site | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Verdict:
         return self._cause.depth if self._cause else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the equations, of which only the lines are kept.
+        # With the lines in place of the equations.
         fields = self.name, self.reason, self.factor, self.fix, self.by_design, self.may_be_refuted
         return _restored, (fields, self.lines, self.place)
 
@@ -87,7 +87,7 @@ EQUIVALENT = Verdict("equivalent")
 
 def verdict_of(
     relation: AnyRelation,
-    kind: Kind,
+    kind: ResultKind,
     axis_sizes: Mapping[str, int],
     is_replicated: bool,
     splits: tuple[Split, ...] = (),
@@ -96,7 +96,7 @@ def verdict_of(
 
     Args:
         relation: The relation of the values of the replicas to that of one device.
-        kind: How the result is read: as one value of all replicas, as the parts of one value, as partial values whose sum or
+        kind: How the result is read: as one replicated value, as the parts of one value, as partial values whose sum or
             mean is read, or as one value per replica.
         axis_sizes: The mesh axes of the replicas and their sizes.
         is_replicated: Whether the result is proved to be the same on all replicas.
@@ -171,11 +171,13 @@ def _times(times: float) -> str:
 
 
 def _of_lost(lost: Lost, axes: tuple[str, ...]) -> Verdict:
+    norm_fix = batch_norm_fix(source_lines.calling_equation(*lost.begin), axes) if lost.begin else ""
     if lost.is_unknown:
         may_be_refuted = lost.reason not in ("input", "order", "exchange", "doubt")
         return Verdict(
             "unknown",
             UNKNOWN_REASONS[lost.reason],
+            fix=norm_fix,
             may_be_refuted=may_be_refuted,
             _cause=lost.cause,
             _begin=lost.begin,
@@ -183,25 +185,22 @@ def _of_lost(lost: Lost, axes: tuple[str, ...]) -> Verdict:
     reason, fix = _REASONS[lost.reason]
     if lost.factor is not None:
         reason, fix = reason.format(times=_times(lost.factor)), _fix_of_factor(lost.factor)
-    elif lost.begin:
-        fix = batch_norm_fix(lost.begin.equation, axes) or fix
+    elif norm_fix:
+        reason, fix = LOCAL_NORMALIZATION, norm_fix
     is_design = lost.reason == "design"
     return Verdict("not equivalent", reason, None, fix, is_design, _cause=lost.cause, _begin=lost.begin)
 
 
-def _lines(cause: Cause | None) -> tuple[str, ...]:
-    """Returns the chain of causes, with one line per place in the user's code."""
+def _lines(cause: SiteCause | None) -> tuple[str, ...]:
+    """Returns the chain of causes, with one line per place in the user's code or in a library other than jdist."""
     if cause is None:
         return ()
-    places = [(place, site) for site in cause.chain() if site.name != "name" and (place := site.line)]
-    lines = []
-    for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
-        names = list(dict.fromkeys(_name(site) for _, site in group))
-        steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
-        lines.append(f"{steps} at {place} in {place.function}")
-    if len(lines) > 6:
-        lines[3:-2] = [f"... {len(lines) - 5} more places ..."]
-    return tuple(lines)
+    places = [
+        (place, _name(site))
+        for site in cause.chain()
+        if site.name != "name" and (place := site.line) and not source_lines.is_in_jdist(place)
+    ]
+    return tuple(shortened(lines_of_places(places), 6))
 
 
 def _name(site: Site) -> str:
@@ -210,6 +209,7 @@ def _name(site: Site) -> str:
     return collective_name(site.equation) if site.name in REPLICATING_COLLECTIVES else site.name
 
 
+LOCAL_NORMALIZATION = "batch normalization uses the statistics of each replica's part of the batch"
 _MEAN_FIRST = 'Reduce the sums over the replicas first, `jdist.all_reduce("mean", x)`, and compute with the result.'
 _REASONS = {
     "partial": ("a function that is not linear is applied to the sum over the examples of one replica", _MEAN_FIRST),

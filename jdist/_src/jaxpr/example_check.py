@@ -1,8 +1,8 @@
 """Checks on values with one entry per example: random numbers that all replicas share, and clipping of averaged gradients.
 
 An abstract interpretation of the traced function (`interpreter`) follows two sets of dims. A varying value has the dims that
-index the examples of a replica, from the data on. A replicated value has the dims along which it is random. Where
-both occur in one dim of a result, each replica combines its own examples with the same random numbers: one dropout mask, or
+index the examples of a replica, from the data on. A replicated value has the dims of its random numbers. Where both
+occur in one dim of a result, each replica combines its own examples with the same random numbers: one dropout mask, or
 one noise, for different examples. A sum over the examples removes the dim, so noise on gradients and on parameters is not
 reported: it has to be the same on all replicas.
 
@@ -17,7 +17,7 @@ from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import SharedRandomnessWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr
 from jdist._src.jaxpr.clip_check import clips_per_example
-from jdist._src.jaxpr.dims import NO_DIMS, Dims, result_dims, same_dims, shifted
+from jdist._src.jaxpr.dims import NO_DIMS, Dims, result_dims, same_dims, scan_with_dims
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, all_equations, fixed_point
 from jdist._src.jaxpr.marks import GRADIENT_MARK, mark_of
 from jdist._src.jaxpr.primitives import RANDOM_BITS, REPLICATING_COLLECTIVES
@@ -30,7 +30,7 @@ class _Labels:
 
     Attributes:
         axes: The mesh axes along which it varies.
-        dims: Of a varying value, the dims that index examples; of a replicated value, the dims drawn at random.
+        dims: Of a varying value, the dims that index examples; of a replicated value, the dims of its random numbers.
         place: The line that drew a replicated value at random.
         is_reduced: Whether it was computed from gradients that were reduced over the replicas.
     """
@@ -157,15 +157,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
     def scan(
         self, equation: Equation, body: ScanFunction[_Labels], carry: Sequence[_Labels], xs: Sequence[_Labels]
     ) -> list[_Labels]:
-        slices = [dataclasses.replace(x, dims=shifted(x.dims, -1)) for x in xs]
-        ys: list[_Labels] = []
-
-        def step(carry: Sequence[_Labels]) -> list[_Labels]:
-            new_carry, ys[:] = body(carry, slices)
-            return new_carry
-
-        last = fixed_point(step, carry, _join)
-        return [*last, *(dataclasses.replace(y, dims=shifted(y.dims, 1)) for y in ys)]
+        return scan_with_dims(body, carry, xs, _join)
 
     def _joined(self, equation: Equation, operands: Sequence[_Labels]) -> _Labels:
         """Returns the labels of a result without its dims."""
@@ -181,10 +173,8 @@ class _ExampleAnalysis(Interpreter[_Labels]):
         dims = same_dims(equation, i, value.dims, equation.outvars[i])
         if not value.axes:
             return dataclasses.replace(value, dims=dims)
-        axes, is_gather = (
-            value.axes - jax_compat.contents(equation).names,
-            equation.primitive.name.startswith("all_gather"),
-        )
+        axes = value.axes - jax_compat.contents(equation).names
+        is_gather = equation.primitive.name.startswith("all_gather")
         return _Labels(axes, dims if axes else NO_DIMS, None, value.is_reduced or not is_gather)
 
     def _result_dims(self, equation: Equation, operands: Sequence[_Labels]) -> list[Dims]:
@@ -204,7 +194,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
 
 
 def _join(*values: _Labels) -> _Labels:
-    """Returns the labels of a value that is one of `values`. If one varies, the dims are those of the varying values."""
+    """Returns the labels of a value that is one of `values`. If one varies, the dims of the varying values count."""
     axes = frozenset().union(*(value.axes for value in values))
     dims = NO_DIMS.union(*(value.dims for value in values if bool(value.axes) == bool(axes)))
     place = None if axes else next((value.place for value in values if value.place), None)

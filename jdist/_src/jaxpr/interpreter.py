@@ -2,11 +2,13 @@
 
 An `Interpreter` runs a jaxpr equation by equation over the values of a domain. It unpacks the control-flow equations and
 passes their jaxprs as functions, in the form of `jax.lax`: a subclass defines `switch`, `while_loop` and `scan` for its
-domain, and `primitive` for all other equations. The domains are
+domain, and `primitive` for all other equations. There are three kinds of domains:
 
-* causes of variation between replicas (`replication`): a loop is followed to a fixed point, a branch joins all branches;
-* arrays, while the jaxpr is traced anew (`Evaluator`): collectives over a size-one axis are removed (`single_replica`), calls
+* Facts about values, such as the causes of variation between replicas (`replication`) or the relation of two programs
+  (`equivalence`): a loop is followed to a fixed point, a branch joins all branches.
+* Arrays, while the jaxpr is traced anew (`Evaluator`): collectives over a size-one axis are removed (`single_replica`), calls
   are inlined (`update_partition`), equations run once per virtual replica (`virtual_replicas`).
+* Numbers: the jaxpr is evaluated (`numpy_evaluation`).
 
 `nested_equations`, `all_equations`, `contains_outside_loops` and `uses_axes` search a jaxpr without values.
 """
@@ -34,7 +36,7 @@ ScanFunction: TypeAlias = Callable[[Sequence[V], Sequence[V]], tuple[list[V], li
 class Interpreter(abc.ABC, Generic[V]):
     """Runs jaxprs over the values of a domain."""
 
-    @functools.cached_property
+    @functools.cached_property  # subclasses have constructors that do not call one of this class
     def calls(self) -> list[Equation]:
         """The calls that contain the current equation, from the outermost."""
         return []
@@ -95,7 +97,7 @@ class Interpreter(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def scan(self, equation: Equation, body: ScanFunction[V], carry: Sequence[V], xs: Sequence[V]) -> list[V]:
-        """Returns the results of a `scan` equation; `body` maps a carry and one slice of `xs` to the new carry and a slice."""
+        """Returns the results of a `scan` equation; `body` maps a carry and slices of `xs` to a new carry and slices."""
 
     def _function(self, program: Any) -> Function[V]:
         consts = [self.constant(value) for value in getattr(program, "consts", ())]
@@ -153,6 +155,23 @@ def fixed_point(
         if all(are_equal(old, new) for old, new in zip(carry, joined, strict=True)):
             return joined
         carry = joined
+
+
+def scan_to_fixed_point(
+    body: ScanFunction[V],
+    carry: Sequence[V],
+    slices: Sequence[V],
+    join: Callable[[V, V], V],
+    are_equal: Callable[[V, V], bool] = operator.eq,
+) -> tuple[list[V], list[V]]:
+    """Returns the `fixed_point` of the carry of a scan, and the values of the results of an iteration there."""
+    ys: list[V] = []
+
+    def step(carry: Sequence[V]) -> list[V]:
+        new_carry, ys[:] = body(carry, slices)
+        return new_carry
+
+    return fixed_point(step, carry, join, are_equal), ys
 
 
 class Evaluator(Interpreter[Any]):

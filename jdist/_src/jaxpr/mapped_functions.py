@@ -1,8 +1,8 @@
 """Records the functions that a program maps over devices with `jax.pmap` and `jax.shard_map`, each as a pair of jaxprs.
 
-`local` is the function of one device. `whole` is the same Python function, traced for a single device that has everything:
-every manual mesh axis has size 1, and every operand has its global shape. Analyses compare the two. The program that is
-recorded runs unchanged: both traces are made before its own, and an exception in them becomes the `reason` of the record.
+`local` is the function of one device. `single` is the same Python function, traced as if there were a single device: every
+manual mesh axis has size 1, and every operand has its global shape. Analyses compare the two. The program that is recorded
+runs unchanged: both traces are made before its own, and an exception in them becomes the `reason` of the record.
 
 Functions under `jax.jit` with shardings are recorded as well, without jaxprs: they are one program in the global view.
 """
@@ -32,8 +32,8 @@ class Operand:
     Attributes:
         name: The user's name for it: `batch['image']`.
         splits: The mesh axes that each dimension is split over.
-        per_device: The mesh axes along which each device has a value of its own that is not a part of a larger array: random
-            keys and numbers per device.
+        per_device: The mesh axes along which the operand has one value per device that is not a part of a larger array: random
+            keys and numbers.
     """
 
     name: str
@@ -75,8 +75,8 @@ class MappedFunction:
         results: The outputs of the jaxprs.
         checked_by_jax: Whether JAX has proved that the results are replicated (`check_vma=True`).
         local: The closed jaxpr of one device, or None if the function could not be traced.
-        whole: The closed jaxpr of a single device that has everything, or None if it could not be traced.
-        reason: Why `local` or `whole` is None, on one line; else empty.
+        single: The closed jaxpr of a single device with the global shapes, or None if it could not be traced.
+        reason: Why `local` or `single` is None, on one line; else empty.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class MappedFunction:
     results: tuple[Result, ...] = ()
     checked_by_jax: bool = False
     local: Any = None
-    whole: Any = None
+    single: Any = None
     reason: str = ""
 
 
@@ -227,19 +227,21 @@ def _mapped_function(binding: MapBinding, line: Frame | None) -> MappedFunction:
     if binding.kind == "pmap":
         states, results = _states(binding, local)
         operands = _pmap_operands(binding, names, states)
-        whole_types = [_whole_type(*pair, binding.axis_sizes) for pair in zip(binding.operands, operands, strict=True)]
+        global_types = [
+            _global_type(*pair, binding.axis_sizes) for pair in zip(binding.operands, operands, strict=True)
+        ]
     else:
         operands = [Operand(name, _splits(spec)) for name, spec in zip(names, binding.specs, strict=True)]
         results = [_result(name, spec, binding) for name, spec in _named_specs(local)]
-        whole_types = list(binding.operands)
-    whole, reason = None, ""
+        global_types = list(binding.operands)
+    single, reason = None, ""
     try:
         with _without_warnings(), jax_compat.one_device():
-            whole = binding.trace(whole_types, True)
-        reason = _difference(local, whole)
+            single = binding.trace(global_types, True)
+        reason = _difference(local, single)
     except Exception as error:
         reason = f"cannot be traced for the global shapes: {error_line(error)}"
-    programs = [local.program] if whole is None or reason else [local.program, whole.program]
+    programs = [local.program] if single is None or reason else [local.program, single.program]
     programs, num_captured = jax_compat.captures_as_inputs(programs)
     captured = [Operand(f"captured value {number}") for number in range(num_captured)]
     return dataclasses.replace(
@@ -247,14 +249,14 @@ def _mapped_function(binding: MapBinding, line: Frame | None) -> MappedFunction:
         operands=(*captured, *operands),
         results=tuple(results),
         local=programs[0],
-        whole=programs[1] if len(programs) > 1 else None,
+        single=programs[1] if len(programs) > 1 else None,
         reason=reason,
     )
 
 
-def _difference(local: TracedBody, whole: TracedBody) -> str:
+def _difference(local: TracedBody, single: TracedBody) -> str:
     """Returns why the traces cannot be compared, or ""."""
-    structures = jax.tree.structure(local.results), jax.tree.structure(whole.results)
+    structures = jax.tree.structure(local.results), jax.tree.structure(single.results)
     if structures[0] != structures[1]:
         return f"for the global shapes it returns another structure: {one_line(structures[1])}"
     return ""
@@ -290,8 +292,8 @@ def _states(binding: MapBinding, local: TracedBody) -> tuple[frozenset[int], lis
     mapped = frozenset(number for number, spec in enumerate(binding.specs) if _splits(spec))
     states: set[int] = set()
     state_elements: set[int] = set()
-    is_whole_result = len(elements) > 1 and any(_same_types(one, local.results) for one in arguments)
-    if is_whole_result:
+    is_state = len(elements) > 1 and any(_same_types(one, local.results) for one in arguments)
+    if is_state:
         states |= _first_match(arguments, numbers, local.results)
         state_elements |= set(range(len(elements)))
     for position, element in enumerate(elements):
@@ -362,7 +364,7 @@ def _is_key(kind: Any) -> bool:
     return is_raw or jnp.issubdtype(kind.dtype, jax.dtypes.prng_key)
 
 
-def _whole_type(kind: jax.ShapeDtypeStruct, operand: Operand, axis_sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+def _global_type(kind: jax.ShapeDtypeStruct, operand: Operand, axis_sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
     shape = list(kind.shape)
     for dim, axes in operand.splits.items():
         for axis in axes:

@@ -1,7 +1,7 @@
 """Names that jdist gives to values (`checkpoint_name`) and calls of a traced function, for the analyses of its jaxpr.
 
-A call is named where its result is known, and its equations do not tell it: a sum over the replicas by another algorithm than
-`psum`, or a mean that is rounded. XLA inlines the calls.
+A call has a name where jdist knows a property of its result that does not follow from its equations: a sum over the replicas
+by another algorithm than `psum`, or a mean that is rounded. XLA inlines the calls.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jdist._src.core.jax_compat import Equation
 T = TypeVar("T")
 
 GRADIENT_MARK = "jdist.sync.gradients"  # the input of a policy
-PSEUDO_GRADIENT_MARK = "jdist.sync.way"  # a policy's input that is the difference of parameters over local steps
+PSEUDO_GRADIENT_MARK = "jdist.sync.pseudo_gradients"  # the change of parameters over local steps
 SUM_MARK = "jdist.all_reduce_sum"  # the operands of the user's sums, before they are packed with others
 MEAN_MARK = "jdist.all_reduce_mean"  # the operands of means over the replicas
 KEY_MARK = "jdist.replica_key"  # the index that is folded into a key of a replica
@@ -31,7 +31,7 @@ def mark_of(equation: Equation) -> str:
 
 
 REDUCE_CALL = "jdist.reduce"  # each result is its operand, reduced over the replicas; the operation follows
-APPROXIMATE_CALL = "jdist.approximate"  # the number of means follows, which the first results are, and the policy
+APPROXIMATE_CALL = "jdist.approximate"  # the first results are means; their number and the policy follow
 FINITE_CALL = "jdist.finite"  # whether all operands are finite
 GUARD_CALL = "jdist.unless"  # the first operand is a condition under which the results, the others, are zeros already
 

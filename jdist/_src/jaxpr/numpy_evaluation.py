@@ -316,7 +316,7 @@ def _reduce(function):
 
 
 def _collective(function):
-    """`jax.vmap` makes a collective over the dimensions of the replicas of one over their axis."""
+    """Returns the rule of a collective, whose mesh axes `jax.vmap` has replaced by dimensions of the operands."""
     return lambda *operands, axes, **_: [function(one, axis=tuple(axes)) for one in operands]
 
 

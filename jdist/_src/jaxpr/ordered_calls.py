@@ -1,7 +1,8 @@
 """Host functions that a replica function calls, and the position of each call in the order of the program.
 
-XLA runs the callbacks of a program in any order, and those of several devices at the same time. The host sorts the calls by
-their positions. Positions are equal on all replicas, also where the replicas take other branches or numbers of iterations.
+XLA runs the callbacks of a program in any order, and the callbacks of several devices at the same time. The host sorts the
+calls by their positions. Positions are equal on all replicas, also where the replicas take other branches or numbers of
+iterations.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ class HostFunction:
     """A host function that replicas call in the order of the program.
 
     Args:
-        fn: From the index of the replica and further operands.
+        fn: A function of the replica index and further operands.
     """
 
     def __init__(self, fn: Callable[..., None]):
@@ -36,7 +37,7 @@ class HostFunction:
         jax_compat.call_on_host(self, (replica_id, *operands))
 
     def __call__(self, *operands: jax.Array) -> None:
-        """Called by a program that was not rewritten: in the order in which the calls arrive."""
+        """Calls `fn` in a program that was not rewritten, in which XLA decides the order of the calls."""
         self.fn(*operands)
 
 

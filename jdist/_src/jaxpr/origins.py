@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr
-from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, uses_axes
+from jdist._src.jaxpr.interpreter import (
+    Function,
+    Interpreter,
+    ScanFunction,
+    fixed_point,
+    scan_to_fixed_point,
+    uses_axes,
+)
 from jdist._src.jaxpr.primitives import PER_DEVICE, REPLICATING_COLLECTIVES, VARYING_CASTS
 
 Origins: TypeAlias = frozenset[int]  # numbers: of the inputs, and after them of the equations
@@ -40,14 +47,14 @@ def find_origins(program: Jaxpr, axes: Sequence[str]) -> tuple[list[Origins], di
     analysis = _Analysis(frozenset(axes), len(program.invars))
     inputs = [frozenset({number}) for number in range(len(program.invars))]
     outputs = analysis.run(program, [_NONE] * len(program.constvars), inputs)
-    return outputs, analysis.found
+    return outputs, analysis.equations
 
 
 class _Analysis(Interpreter[Origins]):
     """Computes the origins of each value.
 
     Attributes:
-        found: The equations among the origins, by number.
+        equations: The equations among the origins, by number.
     """
 
     def __init__(self, axes: frozenset[str], num_inputs: int):
@@ -55,7 +62,7 @@ class _Analysis(Interpreter[Origins]):
         self._num_inputs = num_inputs
         self._control: Origins = _NONE  # of the predicates above the current equation
         self._numbers: dict[int, int] = {}  # by the `id` of the equation
-        self.found: dict[int, Origin] = {}
+        self.equations: dict[int, Origin] = {}
 
     def constant(self, value: Any) -> Origins:
         return _NONE
@@ -68,11 +75,11 @@ class _Analysis(Interpreter[Origins]):
         if not (is_effect or equation.primitive.name in PER_DEVICE or uses_axes(equation, self._axes)):
             return [joined] * len(equation.outvars)
         number = self._numbers.setdefault(id(equation), self._num_inputs + len(self._numbers))
-        before = self.found[number].origins if number in self.found else _NONE
+        before = self.equations[number].origins if number in self.equations else _NONE
         replicates = equation.primitive.name in REPLICATING_COLLECTIVES and not jax_compat.has_axis_index_groups(
             equation
         )
-        self.found[number] = Origin(equation, before | joined, replicates)
+        self.equations[number] = Origin(equation, before | joined, replicates)
         return [frozenset({number})] * len(equation.outvars)
 
     def switch(
@@ -103,13 +110,8 @@ class _Analysis(Interpreter[Origins]):
     def scan(
         self, equation: Equation, body: ScanFunction[Origins], carry: Sequence[Origins], xs: Sequence[Origins]
     ) -> list[Origins]:
-        ys: list[Origins] = []
-
-        def step(carry: Sequence[Origins]) -> list[Origins]:
-            new_carry, ys[:] = body(carry, xs)
-            return new_carry
-
-        return fixed_point(step, carry, frozenset.union) + ys
+        last, ys = scan_to_fixed_point(body, carry, xs, frozenset.union)
+        return last + ys
 
     @contextlib.contextmanager
     def _below(self, predicate: Origins) -> Iterator[None]:

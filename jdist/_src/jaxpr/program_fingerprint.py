@@ -30,13 +30,13 @@ class Constant(NamedTuple):
     """A value that a traced function captures.
 
     Attributes:
-        spec: The dtype and shape.
+        dtype_and_shape: Such as `"float32[3]"`.
         crc: The CRC-32 of its bytes; 0 for an array that other processes hold shards of.
         place: The line of the user's code that uses it, or "".
         name: The name that `named_constant` gave it, or "".
     """
 
-    spec: str
+    dtype_and_shape: str
     crc: int
     place: str
     name: str = ""
@@ -119,7 +119,7 @@ def _constants(program: Any) -> Iterator[Constant]:
     jaxpr = jax_compat.open_jaxpr(program)
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
         if not isinstance(value, core.Tracer):
-            yield Constant(dtype_and_shape(value), crc_of(value), _first_use(jaxpr, var), _given_name(jaxpr, var))
+            yield Constant(dtype_and_shape(value), crc_of(value), _first_use(jaxpr, var), _name_of(jaxpr, var))
     for equation in jaxpr.eqns:
         for inner in jax_compat.closed_jaxprs(equation):
             yield from _constants(inner)
@@ -130,7 +130,7 @@ def named_constant(name: str, value: jax.Array) -> jax.Array:
     return checkpoint_name(value, f"{CONSTANT_MARK}{name}")
 
 
-def _given_name(program: Jaxpr, var: Any) -> str:
+def _name_of(program: Jaxpr, var: Any) -> str:
     marks = (mark_of(one) for one in all_equations(program) if var in one.invars)
     return next((mark.removeprefix(CONSTANT_MARK) for mark in marks if mark.startswith(CONSTANT_MARK)), "")
 

@@ -1,6 +1,6 @@
 """How a value of one replica is related to the value of one device, in a function that both trace: the domain of `equivalence`.
 
-The function on N replicas, each with its part of the batch, is compared with the same function on one device with the whole
+The function on N replicas, each with its part of the batch, is compared with the same function on one device with the global
 batch. A `Relation` states how the value of the one device is computed from the values of the replicas:
 
     value of one device = factor * (values of the replicas, added over the partial axes, one after the other along split dims)
@@ -9,7 +9,7 @@ batch. A `Relation` states how the value of the one device is computed from the 
 * *Split over examples*: the batch, and values that are computed for each example alone.
 * *Partial sum*: each replica has the sum over its examples. A partial mean has the factor 1/N.
 
-A value without such a relation is `Lost`: it depends on the split, or nothing is known of it.
+A value without such a relation is `Lost`: it depends on the split, or the analysis has no rule.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jdist._src.core import source_lines
 from jdist._src.core.jax_compat import Equation
+from jdist._src.jaxpr.causes import Cause
 
 
 class Site(NamedTuple):
@@ -39,26 +40,7 @@ class Site(NamedTuple):
         return self.equation.primitive.name
 
 
-class Cause(NamedTuple):
-    """An equation, and the causes of the operand that made it matter: the end of a chain.
-
-    Attributes:
-        site: The equation.
-        parent: The cause before it, or None.
-        depth: The number of causes before it.
-    """
-
-    site: Site
-    parent: "Cause | None" = None
-    depth: int = 0
-
-    def chain(self) -> list[Site]:
-        """Returns the equations from the first to this one."""
-        sites, cause = [], self
-        while cause is not None:
-            sites.append(cause.site)
-            cause = cause.parent
-        return sites[::-1]
+SiteCause: TypeAlias = Cause[Site]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +110,7 @@ class Relation:
     approximate: str = ""
     zero_test: "Relation | None" = dataclasses.field(default=None, compare=False, repr=False)
     doubt: tuple[int, int] = (0, 0)
-    origin: Cause | None = dataclasses.field(default=None, compare=False)
+    origin: SiteCause | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def split(cls, splits: Mapping[int, tuple[str, ...]]) -> "Relation":
@@ -158,7 +140,7 @@ class Relation:
 
     @functools.cached_property
     def is_clean(self) -> bool:
-        """Whether the values are equal, and nothing else is known of them."""
+        """Whether the values are equal, without other properties."""
         return self.is_equal and not (self.is_zero or self.in_distribution or self.approximate or self.doubt != (0, 0))
 
     @functools.cached_property
@@ -193,7 +175,7 @@ class Lost:
     """
 
     reason: str
-    cause: Cause | None = dataclasses.field(default=None, compare=False)
+    cause: SiteCause | None = dataclasses.field(default=None, compare=False)
     begin: Site | None = dataclasses.field(default=None, compare=False)
     factor: float | None = dataclasses.field(default=None, compare=False)
 
@@ -201,13 +183,13 @@ class Lost:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing is known, so that it may be equal."""
+        """Whether the analysis has no result for it, so that it may be equal."""
         return self.reason in UNKNOWN_REASONS
 
 
 AnyRelation: TypeAlias = Relation | Lost
 
-# Reasons for which nothing is known: the value may be equal.
+# Reasons for which the analysis has no result: the value may be equal.
 UNKNOWN_REASONS = {
     "no rule": "there is no rule for an operation",
     "other program": "with the global batch the function is another program",
@@ -222,8 +204,8 @@ UNKNOWN_REASONS = {
 }
 
 
-def aligned(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[Relation] | None:
-    """Returns relations of values that are added or chosen among, with the same partial axes; None if they do not fit.
+def with_equal_partial_axes(values: Sequence[Relation], axis_sizes: Mapping[str, int]) -> list[Relation] | None:
+    """Returns the relations of values that are added, or of which one is chosen, with equal partial axes; None if impossible.
 
     A replicated value is a partial mean too: it is the sum over the replicas, divided by their number.
     """
@@ -278,8 +260,8 @@ def is_close(first: float, second: float) -> bool:
     return math.isclose(first, second, rel_tol=1e-6)
 
 
-def flags(*values: Relation) -> dict[str, Any]:
-    """Returns the fields that a result inherits from every operand: distribution, approximation, doubt and the origin."""
+def inherited(*values: Relation) -> dict[str, Any]:
+    """Returns the fields of a result that come from all operands: distribution, approximation, doubt and the origin."""
     return {
         "in_distribution": any(value.in_distribution for value in values),
         "approximate": next((value.approximate for value in values if value.approximate), ""),

@@ -3,7 +3,7 @@
 It is an abstract interpretation of the traced function (`interpreter`). For each value it computes the `Variation`: for each
 mesh axis along which the value may differ between replicas, the cause. A value without any is *replicated*.
 
-* Inputs vary as their placement says, constants are replicated, and the results of an equation vary as its operands do.
+* Inputs vary along the axes of their placement, constants are replicated, and the results of an equation vary as its operands.
 * A collective with the same result on every replica (`psum`, `pmax`, `pmin`, `all_gather`) removes its axes.
 * Any other equation that names an axis (`axis_index`, `ppermute`, `psum_scatter`, `all_to_all`, and primitives that JAX adds)
   adds that axis, and so does an effect that is not known to be harmless.
@@ -20,7 +20,6 @@ is split along an axis varies along it. The results are one value per replica ag
 """
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +29,15 @@ from jax import core
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, nested_equations
+from jdist._src.jaxpr.causes import Cause, lines_of_places, shortened
+from jdist._src.jaxpr.interpreter import (
+    Function,
+    Interpreter,
+    ScanFunction,
+    fixed_point,
+    nested_equations,
+    scan_to_fixed_point,
+)
 from jdist._src.jaxpr.marks import SUM_MARK, mark_of
 from jdist._src.jaxpr.primitives import (
     NOT_WAITING,
@@ -53,29 +60,8 @@ class Input(NamedTuple):
     axes: tuple[str, ...]
 
 
-class Cause(NamedTuple):
-    """Why a value may vary between replicas: the end of the shortest chain from where the variation begins.
-
-    Attributes:
-        site: The input of the program, or the equation, that began the variation or propagated it.
-        parent: The cause of the operand that it was propagated from; None where the variation begins.
-        depth: The number of causes before this one.
-    """
-
-    site: "Input | Equation"
-    parent: "Cause | None" = None
-    depth: int = 0
-
-    def chain(self) -> list["Cause"]:
-        """Returns the causes from where the variation begins to this one."""
-        causes, cause = [], self
-        while cause is not None:
-            causes.append(cause)
-            cause = cause.parent
-        return causes[::-1]
-
-
-Variation: TypeAlias = dict[str, Cause]  # mesh axis -> why the value may vary along it
+VariationCause: TypeAlias = Cause[Input | Equation]
+Variation: TypeAlias = dict[str, VariationCause]  # mesh axis -> why the value may vary along it
 REPLICATED: Variation = {}
 
 
@@ -110,7 +96,7 @@ def prove(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> list[
     return outputs
 
 
-def find_reductions(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
+def find_sums(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
     """Returns the sums over `axes` in `program`, by the `id` of the equation, each with whether an operand may vary.
 
     Raises:
@@ -140,9 +126,9 @@ def may_vary(program: Any, inputs: Sequence[bool], axes: Sequence[str]) -> list[
     return list(map(bool, outputs))
 
 
-def explain_cause(cause: Cause) -> str:
+def explain_cause(cause: VariationCause) -> str:
     """Returns the chain of causes as text, with one line per place in the user's code."""
-    start, *sites = [link.site for link in cause.chain()]
+    start, *sites = cause.chain()
     if not isinstance(start, Input):
         sites.insert(0, start)
     places = [
@@ -151,34 +137,28 @@ def explain_cause(cause: Cause) -> str:
         if isinstance(equation, Equation) and (place := source_lines.equation_frame(equation))
     ]
     lines = [f"{start.name}, which holds one value per replica"] if isinstance(start, Input) else []
-    for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
-        names = list(dict.fromkeys(name for _, name in group))
-        steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
-        lines.append(f"{steps} at {place} in {place.function}")
-    if len(lines) > 8:
-        lines[5:-2] = [f"... {len(lines) - 7} more places ..."]
-    return "\n    -> ".join(lines)
+    return "\n    -> ".join(shortened([*lines, *lines_of_places(places)], 8))
 
 
-def fix_for(cause: Cause, axes: Sequence[str]) -> str:
+def fix_for(cause: VariationCause, axes: Sequence[str]) -> str:
     """Returns advice for a value that varies for this reason over these mesh axes, and should be replicated."""
-    start, *others = [link.site for link in cause.chain()]
+    start, *others = cause.chain()
     sites = [site for site in others if isinstance(site, Equation)]
     if any(source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
         return _ACCUMULATED_FIX
     if sites and (fix := batch_norm_fix(sites[-1], axes)):
-        return fix
+        return f"These are statistics of each replica's part of the batch. {fix}"
     kind = "input" if isinstance(start, Input) else start.primitive.name
     return _FIXES.get(kind, _FIXES["input"])
 
 
 def batch_norm_fix(equation: Equation, axes: Sequence[str]) -> str:
     """Returns advice if a batch normalization of a library traced `equation`, else an empty string."""
-    for library, (file, argument) in _BATCH_NORMS.items():
+    for library, (file, fix) in _BATCH_NORMS.items():
         names = source_lines.functions_in_file(equation, library, file)
-        if any(name.rpartition(".")[2] == "__call__" for name in names):
-            axis_names = repr(axes[0] if len(axes) == 1 else tuple(axes)).replace("'", '"')
-            return f"These are statistics of each replica's part of the batch. Write `BatchNorm(..., {argument}={axis_names})`."
+        if any(name.rpartition(".")[2] in ("__call__", "call") for name in names):
+            axis_names = ", ".join(f'"{axis}"' for axis in axes)
+            return fix.format(names=axis_names, axes=axis_names if len(axes) == 1 else f"({axis_names})")
     return ""
 
 
@@ -193,8 +173,17 @@ _FIXES = {
     "new_ref": "jdist does not analyze writes to a mutable reference (`jax.Ref`): return the value instead.",
 }
 
-# The argument that makes a batch normalization reduce its statistics, and the file that computes them, by library.
-_BATCH_NORMS = {"flax": ("normalization", "axis_name"), "haiku": ("batch_norm", "cross_replica_axis")}
+# By library: the file of its batch normalization, and the statistics of the global batch.
+_BATCH_NORMS = {
+    "flax": ("normalization", "Write `BatchNorm(..., axis_name={axes})`."),
+    "haiku": ("batch_norm", "Write `BatchNorm(..., cross_replica_axis={axes})`."),
+    "equinox": ("batch_norm", 'Write `BatchNorm(..., axis_name=("batch", {names}))`.'),
+    "keras": (
+        "batch_normalization",
+        "Keras has no `synchronized=True` on JAX. Use `jdist.ShardedStrategy()`, whose one replica normalizes the global "
+        "batch, or another layer, such as `GroupNormalization`.",
+    ),
+}
 
 # The sums of `jdist.eval_step`, which itself warns of a replicated batch.
 _METRIC_SUMS = "training/eval_step.py", "EvalStep.__init__.<locals>.batch_metrics"
@@ -248,7 +237,7 @@ class _Analysis(Interpreter[Variation]):
 
     def run_inputs(self, program: Jaxpr, inputs: Sequence[Input]) -> list[Variation]:
         """Returns the variation of each output of `program`."""
-        variations = [{axis: Cause(one) for axis in one.axes} for one in inputs]
+        variations: list[Variation] = [{axis: Cause(one) for axis in one.axes} for one in inputs]
         return self.run(program, [REPLICATED] * len(program.constvars), variations)
 
     def constant(self, value: Any) -> Variation:
@@ -305,13 +294,8 @@ class _Analysis(Interpreter[Variation]):
     def scan(
         self, equation: Equation, body: ScanFunction[Variation], carry: Sequence[Variation], xs: Sequence[Variation]
     ) -> list[Variation]:
-        ys: list[Variation] = []
-
-        def step(carry: Sequence[Variation]) -> list[Variation]:
-            new_carry, ys[:] = body(carry, xs)
-            return new_carry
-
-        return fixed_point(step, carry, _join, _vary_alike) + ys
+        last, ys = scan_to_fixed_point(body, carry, xs, _join, _vary_alike)
+        return last + ys
 
     @contextlib.contextmanager
     def _below(self, predicate: Variation) -> Iterator[None]:

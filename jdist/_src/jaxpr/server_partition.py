@@ -3,14 +3,14 @@
 A worker reads the state once and computes gradients, while other workers update the state. The new value of a leaf has to be
 computed from its value at the time of the update, not from the value that the worker read: otherwise the updates in between
 would be lost. So the servers run every equation on the path from a state leaf to the new state that is behind the last
-collective, and the worker computes and sends what these equations need besides the state. An equation that both need, such as
+collective, and the worker computes and sends the other operands of these equations. An equation that both need, such as
 the split of a random key, is run by both.
 
 State leaves whose updates share arrays, as a parameter and its momentum, form a group, which is stored in one place. Scalars,
 such as the number of steps, are small and cheap to update: every server stores a copy.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jdist._src.core import jax_compat
@@ -21,6 +21,7 @@ from jdist._src.jaxpr.marks import READ_MARK, STALENESS_MARK, mark_of
 from jdist._src.jaxpr.primitives import ELEMENTWISE, RESHAPES
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.update_partition import (
+    DisjointSets,
     JaxprPart,
     extend_where_less_is_sent,
     find_users,
@@ -48,7 +49,7 @@ class UpdateGroup(NamedTuple):
 
 
 class ServerPartition(NamedTuple):
-    """The parts of a step.
+    """The parts of a step under parameter servers.
 
     Attributes:
         worker: The part of the worker: its outputs are the variables that it sends, and the outputs of the step.
@@ -57,7 +58,7 @@ class ServerPartition(NamedTuple):
             does not change is a separate group.
         scalars: The scalar leaves that depend on no array of the state.
         overwritten: The numbers of the leaves whose new value the worker computes.
-        dependent: Those of them whose new value depends on the value that the worker read.
+        dependent: The overwritten leaves whose new value depends on the value that the worker read.
     """
 
     worker: JaxprPart
@@ -95,8 +96,8 @@ def split_for_servers(
     numbers = tuple(number for number, var in enumerate(state) if var not in of_arrays)
     scalar_equations = [equation for equation in server_equations if of_arrays.isdisjoint(equation.outvars)]
     scalars = UpdateGroup(numbers, _update_part(program, [], scalar_equations, new_values, numbers), False)
-    on_server = {*defined, *state}
-    overwritten = tuple(n for n, atom in enumerate(new_values) if on_server.isdisjoint(variables([atom])))
+    server_variables = {*defined, *state}
+    overwritten = tuple(n for n, atom in enumerate(new_values) if server_variables.isdisjoint(variables([atom])))
     local = {*state, *constants}
     needed = [var for group in (*groups, scalars) for var in group.part.inputs]
     needed += variables(new_values[number] for number in overwritten)
@@ -177,31 +178,22 @@ def _groups(
     is_varying: dict[Any, bool],
 ) -> list[UpdateGroup]:
     """Returns the groups of the leaves in `of_arrays`: those that are connected by variables in `of_arrays`."""
-    parent: dict[Any, Any] = {}  # a union-find forest
-
-    def root(var: Any) -> Any:
-        while (other := parent.setdefault(var, var)) is not var:
-            parent[var] = var = parent[other]
-        return var
-
-    def connect(atoms: Iterable[Any]) -> None:
-        roots = [root(var) for var in variables(atoms) if var in of_arrays]
-        parent.update(dict.fromkeys(roots[1:], roots[0]) if roots else {})
-
-    for equation in equations:
-        connect([*equation.invars, *equation.outvars])
-    for pair in zip(state, new_values, strict=True):
-        connect(pair)
+    sets = DisjointSets()
+    for atoms in (
+        *([*equation.invars, *equation.outvars] for equation in equations),
+        *zip(state, new_values, strict=True),
+    ):
+        sets.merge(var for var in variables(atoms) if var in of_arrays)
     leaves: dict[Any, list[int]] = {}
     for number, var in enumerate(state):
         if var in of_arrays:
-            leaves.setdefault(root(var), []).append(number)
+            leaves.setdefault(sets.root(var), []).append(number)
     own_equations: dict[Any, list[Equation]] = {one: [] for one in leaves}
     scalar_equations: list[Equation] = []
     for equation in equations:
         in_arrays = [var for var in equation.outvars if var in of_arrays]
         if in_arrays:
-            own_equations[root(in_arrays[0])].append(equation)
+            own_equations[sets.root(in_arrays[0])].append(equation)
         else:
             scalar_equations.append(equation)
     groups: list[UpdateGroup] = []
@@ -233,7 +225,7 @@ def _update_part(
 
 
 def part_for(program: Jaxpr, results: Sequence[Any], *, keeps_effects: bool = False) -> JaxprPart:
-    """Returns the equations that `results` need, and maybe those with effects, as a part whose outputs are `results`."""
+    """Returns the equations that `results` need, optionally with all that have effects, as a part with these outputs."""
     needed, chosen = set(results), list[Equation]()
     for equation in reversed(program.eqns):
         if (keeps_effects and equation.effects) or not needed.isdisjoint(equation.outvars):

@@ -17,24 +17,13 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Evaluator
 from jdist._src.jaxpr.marks import LOOKUP_MARK, mark_of
+from jdist._src.jaxpr.primitives import primitive_names
 from jdist._src.jaxpr.server_partition import ServerPartition, UpdateGroup, part_for
 from jdist._src.jaxpr.update_partition import variables
 
-_KEEPS_ZERO = frozenset(
-    [
-        "abs",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "integer_pow",
-        "name",
-        "neg",
-        "psum",
-        "reduce_precision",
-        "sign",
-        "sqrt",
-        "square",
-    ]
+# Primitives whose result is zero where their operand is.
+_KEEPS_ZERO = primitive_names(
+    "abs convert_element_type copy copy_p integer_pow name neg psum reduce_precision sign sqrt square"
 )
 
 
@@ -70,7 +59,10 @@ def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[An
         return None
     table, gradient = state[read[0]], sent[0]
     indices: list[Any] = []
-    marked, sparse, true, filled = set[Any](), set[Any](), set[Any](), dict[Any, Any]()
+    marked: set[Any] = set()  # the table as `jdist.lookup` marks it
+    sparse: set[Any] = set()  # arrays that are zero in all rows that are not looked up
+    true: set[Any] = set()  # arrays that are true in all rows that are not looked up
+    filled: dict[Any, Any] = {}  # arrays of equal elements, and the element
     sources: dict[Any, Any] = {}  # of a filled array that was computed from another one
     accepted: set[int] = set()  # the equations that can be evaluated on rows
     for equation in program.eqns:
@@ -104,7 +96,7 @@ def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[An
             kind = _kind(equation, sparse, true, filled)
             if kind is None:
                 return None
-            {"sparse": sparse, "true": true, "value": set()}[kind].update(equation.outvars)
+            {"sparse": sparse, "true": true, "scalar": set()}[kind].update(equation.outvars)
             for var in used:
                 while var is not None and var in filled:
                     sparse.add(var)
@@ -127,7 +119,7 @@ def _is_zero(atom: Any) -> bool:
 
 
 def _kind(equation: Equation, sparse: set[Any], true: set[Any], filled: Mapping[Any, Any]) -> str | None:
-    """Returns whether a result is zero, or true, in all rows that are not looked up, or has no rows; None otherwise."""
+    """Returns `"sparse"` or `"true"` (see `_table_of`), `"scalar"` for a result without rows, or None for another result."""
     name, operands = equation.primitive.name, equation.invars
     is_number = [not jax_compat.shape_of(atom) or _is_in(atom, filled) for atom in operands]
     is_sparse = [_is_in(atom, sparse) for atom in operands]
@@ -148,7 +140,7 @@ def _kind(equation: Equation, sparse: set[Any], true: set[Any], filled: Mapping[
     if name == "is_finite" and is_sparse[0] or name == "and" and all(_is_in(atom, true) for atom in operands):
         return "true"
     is_sum = name == "reduce_sum" and is_sparse[0] or name == "reduce_and" and _is_in(operands[0], true)
-    return "value" if is_sum and not jax_compat.shape_of(equation.outvars[0]) else None
+    return "scalar" if is_sum and not jax_compat.shape_of(equation.outvars[0]) else None
 
 
 def _is_filled_zero(atom: Any, filled: Mapping[Any, Any]) -> bool:

@@ -20,7 +20,7 @@ _UNKNOWN_VALUE = (
 )
 _SELECTS_CODE = (jax.errors.TracerBoolConversionError, jax.errors.TracerIntegerConversionError)
 _FORMAT = "Tracer.__format__"  # in the message for a traced value in an f-string
-# JAX's messages name the arguments of the function that it traced: `given[0]`, of `replicate.one_replica`.
+# JAX's messages name the arguments of the function that it traced: `given[0]`, of `one_replica` in `execution/replicate.py`.
 _ARGUMENT = re.compile(r"value of the arguments? .*?\bgiven\[(\d+)\]")
 
 # Attributes of `jdist.PerReplica` and the other wrappers, which a replica function does not receive.
@@ -139,7 +139,7 @@ class _Call(Protocol):
 def note_arguments(call: _Call, num_replicas: int) -> Iterator[None]:
     """Adds a note to an error in the function of the user: its arguments, which are the part of one replica.
 
-    The shapes in such an error are those of the part, and the user wrote those of the global batch.
+    The shapes in such an error are the shapes of the part, and the user passed the shapes of the global batch.
     """
     try:
         yield

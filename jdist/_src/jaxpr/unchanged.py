@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jdist._src.core.jax_compat import Equation, Jaxpr
-from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point
+from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, scan_to_fixed_point
+from jdist._src.jaxpr.primitives import IDENTITIES
 
 
 class _Stacked(NamedTuple):
@@ -32,7 +33,7 @@ class _Unchanged(Interpreter[Any]):
         return None
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
-        return operands if equation.primitive.name in _IDENTITIES else [None] * len(equation.outvars)
+        return operands if equation.primitive.name in IDENTITIES else [None] * len(equation.outvars)
 
     def call(self, equation: Equation, body: Function[Any], operands: list[Any]) -> list[Any]:
         if equation.primitive.name == "shard_map":  # its results may be other parts of an array than its operands
@@ -53,18 +54,8 @@ class _Unchanged(Interpreter[Any]):
     def scan(self, equation: Equation, body: ScanFunction[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         slices = [object() for _ in xs]  # of this loop: a slice of an outer loop is one value in all iterations
         arrays = dict(zip(slices, xs, strict=True))
-        ys: list[Any] = []
-
-        def step(carry: Sequence[Any]) -> list[Any]:
-            new_carry, ys[:] = body(carry, slices)
-            return new_carry
-
-        last = fixed_point(step, carry, _join)
+        last, ys = scan_to_fixed_point(body, carry, slices, _join)
         return last + [arrays[y] if y in arrays else None if y is None else _Stacked(y) for y in ys]
-
-
-# Equations that return their operands.
-_IDENTITIES = frozenset(("copy", "copy_p", "name", "optimization_barrier", "stop_gradient"))
 
 
 def _join(source: Any, other: Any) -> Any:

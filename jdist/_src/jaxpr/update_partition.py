@@ -6,7 +6,7 @@ at the end of the jaxpr. An equation is part of the update if it and all that de
 and without effects, and if it leads from the state that is stored elsewhere to the new state.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,24 @@ from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.interpreter import Evaluator, uses_axes
 from jdist._src.jaxpr.primitives import ANNOTATED_CALLS, CALLS, ELEMENTWISE
 from jdist._src.jaxpr.replication import Input
+
+
+class DisjointSets:
+    """Disjoint sets of variables, which are merged: a union-find forest. Each variable starts alone."""
+
+    def __init__(self) -> None:
+        self._parents: dict[Any, Any] = {}
+
+    def root(self, var: Any) -> Any:
+        """Returns the variable that represents the set of `var`."""
+        while (parent := self._parents.setdefault(var, var)) is not var:
+            self._parents[var] = var = self._parents[parent]
+        return var
+
+    def merge(self, variables: Iterable[Any]) -> None:
+        """Merges the sets of these variables."""
+        roots = list(map(self.root, variables))
+        self._parents.update(dict.fromkeys(roots[1:], roots[0]) if roots else {})
 
 
 class JaxprPart(NamedTuple):
@@ -34,19 +52,12 @@ class JaxprPart(NamedTuple):
 
     def split_by_array(self) -> list["JaxprPart"]:
         """Splits an elementwise update into parts that do not share an array: one per parameter."""
-        parent: dict[Any, Any] = {}  # a union-find forest over the arrays
-
-        def root(var: Any) -> Any:
-            while (other := parent.setdefault(var, var)) is not var:
-                parent[var] = var = parent[other]
-            return var
-
+        sets = DisjointSets()
         for equation in self.program.eqns:
-            first, *others = map(root, _arrays([*equation.invars, *equation.outvars]))
-            parent.update(dict.fromkeys(others, first))
+            sets.merge(_arrays([*equation.invars, *equation.outvars]))
         groups: dict[Any, list[Equation]] = {}
         for equation in self.program.eqns:
-            groups.setdefault(root(_arrays(equation.outvars)[0]), []).append(equation)
+            groups.setdefault(sets.root(_arrays(equation.outvars)[0]), []).append(equation)
         return [jaxpr_part(self.program, group, self.outputs) for group in groups.values()]
 
     def run(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -221,8 +232,8 @@ def extend_where_less_is_sent(
             is_update[user] for user in users_of(equation, users)
         )
         replaces_sent = is_final[number] and not sent.isdisjoint(equation.outvars) and is_elementwise(equation)
-        is_no_more = len(set(_arrays(equation.invars)) - sent) <= 1
-        if not is_update[number] and is_used_by_update_only and replaces_sent and is_no_more:
+        adds_one_array_at_most = len(set(_arrays(equation.invars)) - sent) <= 1
+        if not is_update[number] and is_used_by_update_only and replaces_sent and adds_one_array_at_most:
             is_update[number] = True
             sent.update(_arrays(equation.invars))
 

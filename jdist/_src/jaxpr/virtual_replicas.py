@@ -99,7 +99,7 @@ class _VirtualReplicas(Evaluator):
                 delayed_results.update(dict.fromkeys(equation.outvars))
                 run_delayed(jaxpr.eqns[number + 1 :])
                 replicated = [var for var in equation.outvars if var in values and var not in varying_results]
-                values.update((var, values[var].slots[0]) for var in replicated)
+                values.update((var, values[var].array[0]) for var in replicated)
                 continue
             if varying_results:
                 delayed.append(equation)
@@ -193,7 +193,7 @@ class _VirtualReplicas(Evaluator):
         defined = {var for equation in equations for var in equation.outvars}
         inputs = list(dict.fromkeys(v for one in equations for v in _variables(one.invars) if v not in defined))
         part = jax_compat.sub_jaxpr(jaxpr, equations, inputs, outputs)
-        stacked = {var: self._at_least_two(values[var].slots) for var in inputs if is_stacked(values[var])}
+        stacked = {var: self._at_least_two(values[var].array) for var in inputs if is_stacked(values[var])}
 
         def run_slot(slot: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
             operands = [
@@ -215,7 +215,7 @@ class _VirtualReplicas(Evaluator):
         """Returns the results of an equation, run once for each slot outside any loop."""
 
         def run_slot(slot: int) -> list[jax.Array]:
-            values = [lax.index_in_dim(x.slots, slot, keepdims=False) if is_stacked(x) else x for x in operands]
+            values = [lax.index_in_dim(x.array, slot, keepdims=False) if is_stacked(x) else x for x in operands]
             values = lax.optimization_barrier(values)  # see `_run_per_slot`
             return lax.optimization_barrier(_SlotEvaluator().primitive(jaxpr, equation, values))
 
@@ -229,7 +229,7 @@ class _VirtualReplicas(Evaluator):
         return jnp.concatenate([array, zeros((missing, *array.shape[1:]), array.dtype)]) if missing > 0 else array
 
     def _num_replicas_here(self) -> jax.Array:
-        """Returns the number of replicas of this device. XLA must not know it: it would unroll a loop of one iteration."""
+        """Returns the number of replicas of this device, not as a constant: XLA would unroll a loop of one iteration."""
         per_device = self._slots.per_device
         before = lax.axis_index(self._slots.axes) * per_device
         return lax.optimization_barrier(jnp.clip(self._slots.num_replicas - before, 0, per_device))
@@ -330,7 +330,7 @@ _COLLECTIVES: dict[str, _Rule] = {
 
 def _swap_slots(value: Value) -> Value:
     """Swaps the first two dimensions of a `Stacked` value: slots, and the dimension that a scan iterates over."""
-    return Stacked(value.slots.swapaxes(0, 1)) if is_stacked(value) else value
+    return Stacked(value.array.swapaxes(0, 1)) if is_stacked(value) else value
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

@@ -46,10 +46,10 @@ class Stacked:
     """One value per virtual replica.
 
     Attributes:
-        slots: The values of the replicas of this device, `[slot, ...]`.
+        array: The values of the replicas of this device, `[slot, ...]`.
     """
 
-    slots: Any
+    array: Any
 
 
 Value: TypeAlias = Any  # `Stacked`, or an array that all replicas share
@@ -95,7 +95,7 @@ def join_slots(tree: PyTree, to_block: Callable[[PyTree], PyTree], slots: Slots)
 def slots_of(value: Value, slots: Slots) -> jax.Array:
     """Returns a value as an array `[slot, ...]`."""
     if isinstance(value, Stacked):
-        return value.slots
+        return value.array
     value = jnp.asarray(value)
     return jnp.broadcast_to(value[None], (slots.per_device, *value.shape))
 

@@ -1,7 +1,7 @@
-"""Processes that do not answer: a thread of each process sends a sign of life, which stops with the process.
+"""Processes that do not answer: a thread of each process sends an answer every second, a heartbeat.
 
-It stops if the process is stopped (SIGSTOP), and if a call holds Python's lock. On Linux, the launcher sees which processes are
-stopped.
+The answers end if the process is stopped (SIGSTOP), and if a call holds Python's lock. On Linux, the launcher reads which
+processes are stopped.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jdist._src.launch.output import Console
 _WARNING_SECONDS = 30.0
 _STOPPED_CHECK_SECONDS = 1.0
 _STOPPED_SECONDS = 5.0  # until a process that is stopped is reported
-_PAUSE_SECONDS = 5.0  # between two checks, after which this process was stopped, too
+_PAUSE_SECONDS = 5.0  # between two checks, after which the launcher itself was stopped
 
 
 class AnswerLimit:
@@ -45,12 +45,12 @@ class AnswerLimit:
             rules: Receives the failure.
         """
         now = time.monotonic()
-        was_stopped = now - self._last_check > _PAUSE_SECONDS
+        launcher_was_stopped = now - self._last_check > _PAUSE_SECONDS
         self._last_check = now
         if math.isinf(self._seconds) or rules.is_ending():
             return
         for process in (process for process in processes if process.status is None):
-            if was_stopped:
+            if launcher_was_stopped:
                 process.answer_time = now
             silent = now - process.answer_time
             if silent > self._seconds:

@@ -71,12 +71,12 @@ class Attempt:
         self.processes.append(RunningProcess(index, *self._console.lines(index), send_signal))
 
     def receive(self, process: RunningProcess, report: Report, reason: str = "") -> None:
-        """Processes a report of a process.
+        """Applies a report of a process.
 
         Args:
             process: The process.
             report: The report.
-            reason: Why the process was ended, if it did not end by itself.
+            reason: The reason to end the process, if it did not end by itself.
         """
         process.stdout.feed(report.stdout)
         process.stderr.feed(report.stderr)

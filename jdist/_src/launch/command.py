@@ -11,7 +11,7 @@ from jdist._src.launch import child
 from jdist._src.launch.child_processes import Guard, end_child, exit_status, send_signal, start_child
 
 _READ_BYTES = 1 << 16
-_MAX_READS = 64  # of a pipe per report: a process that does not end its output cannot hold up the others
+_MAX_READS = 64  # of a pipe per report: a process that writes without end does not delay the reports of the others
 
 
 class Command(NamedTuple):
@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What happened to a process since the report before.
+    """The output, the notices and the end of a process since its previous report.
 
     Attributes:
         stdout: New standard output.

@@ -1,4 +1,4 @@
-"""When the processes of an attempt are ended: after the first failure, and after signals that the launcher receives."""
+"""Ends the processes of an attempt after the first failure, and after signals that the launcher receives."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jdist._src.core.exit_statuses import HUNG, PREEMPTED
-from jdist._src.launch.notices import PRESENCES
+from jdist._src.launch.notices import JOIN_STATES
 from jdist._src.launch.output import Console, PrefixedLines, failure_text
 
 _MEANINGS = {
@@ -23,7 +23,7 @@ _NOT_JOINED = "it ended with exit status 0 before it joined the others, which wa
 
 
 class EndTimes(NamedTuple):
-    """How much time processes have to end.
+    """The seconds that processes have to end.
 
     Attributes:
         grace_seconds: The time between SIGTERM and SIGKILL for the other processes after the first failure.
@@ -56,7 +56,7 @@ class Failure(NamedTuple):
         process: The index of the process, or -1 if the reader of the launcher's output has ended.
         status: Its exit status, `-n` after signal `n`.
         text: Its traceback or the last lines of its output.
-        reason: Why the launcher ended it, as "no answer for 60 seconds"; empty if it ended by itself.
+        reason: The reason of the launcher to end it, such as "no answer for 60 seconds"; empty if it ended by itself.
     """
 
     process: int
@@ -71,14 +71,14 @@ class Failure(NamedTuple):
 
     @property
     def description(self) -> str:
-        """How the process ended: "process 1 failed: exit status 3"."""
+        """The end of the process as text: "process 1 failed: exit status 3"."""
         verb = "ended" if self.status == PREEMPTED else "failed"
         meaning = "" if self.reason else _MEANINGS.get(self.status, "")
         return f"process {self.process} {verb}: {self.reason or status_text(self.status)}{meaning}"
 
 
 class AttemptResult(NamedTuple):
-    """How the processes of an attempt ended.
+    """The exit statuses of the processes of an attempt, and its first failure.
 
     Attributes:
         statuses: The exit status of each process, `-n` after signal `n`.
@@ -157,7 +157,7 @@ class EndRules:
         self._failure: Failure | None = None
         self._is_ending = False  # for a reason that is not a failure of these processes
         self._deadline = math.inf  # of all processes
-        self._presence: dict[int, str] = {}  # of processes that jdist joins
+        self._join_states: dict[int, str] = {}  # of processes that jdist joins
         self._ended_at: dict[int, float] = {}  # when the end of each process was seen
         self._exit_deadlines: dict[int, float] = {}  # of processes that have reported an error
 
@@ -168,8 +168,8 @@ class EndRules:
 
     def note(self, process: RunningProcess, notice: str) -> None:
         """Records a notice of a process."""
-        if notice in PRESENCES:
-            self._presence[process.index] = notice
+        if notice in JOIN_STATES:
+            self._join_states[process.index] = notice
         elif notice:
             self.note_status(process, int(notice))
 
@@ -179,7 +179,7 @@ class EndRules:
         Args:
             process: The process.
             status: Its exit status; if it still runs, the status that it has reported.
-            reason: Why the launcher has ended it.
+            reason: The reason of the launcher to end it.
         """
         if status and process.status is None and status != PREEMPTED and not self._signals:
             self._exit_deadlines.setdefault(process.index, time.monotonic() + self._times.exit_seconds)
@@ -242,22 +242,22 @@ class EndRules:
         return self._is_ending or self._failure is not None or bool(self._signals)
 
     def result(self) -> AttemptResult:
-        """Returns how the processes ended."""
+        """Returns the exit statuses of the processes, and the first failure."""
         statuses = tuple(process.status or 0 for process in self._processes)
         return AttemptResult(statuses, self._failure, self._signals[0] if self._signals else None)
 
     def _end_wait_for_ended_process(self) -> None:
         """Ends the processes if they wait for one that has ended with status 0. Its end alone is not a failure."""
-        presences = {self._presence.get(process.index) for process in self._running()}
+        running_states = {self._join_states.get(process.index) for process in self._running()}
         now = time.monotonic()
         for process in (process for process in self._processes if process.status is not None):
-            presence = self._presence.get(process.index)
+            state = self._join_states.get(process.index)
             ended_at = self._ended_at.setdefault(process.index, now)
             if process.status or self._failure is not None or self._is_ending or self._signals:
                 continue
-            if presence in (None, "joining") and "joining" in presences:
+            if state in (None, "joining") and "joining" in running_states:
                 reason = _NOT_JOINED
-            elif presence == "joined" and "joined" in presences and now > ended_at + _ABRUPT_END_SECONDS:
+            elif state == "joined" and "joined" in running_states and now > ended_at + _ABRUPT_END_SECONDS:
                 reason = "it ended with exit status 0 without leaving the others, as `os._exit` does"
             else:
                 continue

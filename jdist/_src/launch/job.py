@@ -19,7 +19,7 @@ class JobSettings(NamedTuple):
     Attributes:
         max_processes: The largest number of processes.
         min_processes: The smallest number of processes.
-        max_restarts: How many failures are followed by a restart.
+        max_restarts: The number of failures that are followed by a restart.
         rejoin_seconds: The time after which a slot with a failed process, or a node that was added, is used again.
         join_seconds: The time in which nodes have to be added, if too few processes can run.
         times: The time that processes have to end.
@@ -112,7 +112,7 @@ class Job:
                 self._attempt, self._end_reason, self._end_time = last
                 continue
             self._end_time = self._end_time or time.monotonic()
-            if self._is_last(result):
+            if self._ends_after(result):
                 report_failure(result, len(slots), self._console)
                 return result.exit_status
             failure = result.first_failure
@@ -137,8 +137,8 @@ class Job:
             self._end_reason = f"{count} more process{'es' * (count > 1)} can run on {self._place}"
             rules.end(self._settings.times.save_seconds, self._end_reason)
 
-    def _is_last(self, result: AttemptResult) -> bool:
-        """Whether the job ends with an attempt. A failed process makes its slot rest."""
+    def _ends_after(self, result: AttemptResult) -> bool:
+        """Returns whether the job ends after an attempt. If not, the slot of a failed process is not used for some time."""
         failure = result.first_failure
         if failure is None:
             return result.signal is not None or not any(result.statuses)
@@ -159,9 +159,9 @@ class Job:
         while True:
             self._usable, self._usable_time = self._capacity(), time.monotonic()
             slots = self._free_slots()
-            resting = [slot for slot in range(self._settings.max_processes) if slot not in slots]
-            resting.sort(key=lambda slot: self._free_times[slot])
-            slots += resting[: max(0, min(self._settings.min_processes, self._usable) - len(slots))]
+            unused = [slot for slot in range(self._settings.max_processes) if slot not in slots]
+            unused.sort(key=lambda slot: self._free_times[slot])
+            slots += unused[: max(0, min(self._settings.min_processes, self._usable) - len(slots))]
             if len(slots) >= self._settings.min_processes or self._signals.numbers:
                 return sorted(slots)
             least = f"at least {self._settings.min_processes} processes must run, and {len(slots)} can run now."

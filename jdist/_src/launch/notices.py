@@ -1,18 +1,18 @@
 """Notices of a process to its launcher: its errors, its answers, and whether it has joined the other processes.
 
-A notice is a line: empty as an answer, the exit status after an error, or a presence.
+A notice is a line: empty as an answer, the exit status after an error, or a `JoinState`.
 """
 
 import sys
 from typing import Literal, get_args
 
-# Of a process among the others: it waits for them, it is one of them, or it has separated from them at its end.
-Presence = Literal["joining", "joined", "left"]
-PRESENCES: tuple[Presence, ...] = get_args(Presence)
+# A process waits for the others to join, it has joined them, or it has separated from them at its end.
+JoinState = Literal["joining", "joined", "left"]
+JOIN_STATES: tuple[JoinState, ...] = get_args(JoinState)
 
 
-def note_presence(presence: Presence) -> None:
-    """Reports the presence of this process to its launcher, if `jdist run` has started it."""
+def report_join_state(state: JoinState) -> None:
+    """Writes whether this process has joined the others to its launcher, if `jdist run` has started it."""
     child = sys.modules.get("_jdist_child")  # the program of the process, which runs as a file
     if child is not None:
-        child.write_notice(presence)
+        child.write_notice(state)

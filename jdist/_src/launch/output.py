@@ -79,9 +79,8 @@ class Console:
     def __init__(self, stdout: TextIO | None = None, stderr: TextIO | None = None):
         self._stdout, self._stderr = stdout or sys.stdout, stderr or sys.stderr
         self.is_closed = False
-        self._missing: dict[
-            TextIO, tuple[int, str]
-        ] = {}  # the bytes that could not be written to a stream, and the error
+        # The number of bytes that could not be written to a stream, and the error.
+        self._missing: dict[TextIO, tuple[int, str]] = {}
 
     def lines(self, process: int) -> tuple[PrefixedLines, PrefixedLines]:
         """Returns the lines of the standard output and of the standard error of a process."""

@@ -21,10 +21,10 @@ from jdist._src.launch.variables import process_variables
 
 _PASSED_VARIABLES = re.compile(r"(JAX|JDIST|NCCL|XLA)_|LIBTPU_INIT_ARGS$|NPROC$|PYTHONPATH$")
 _CONNECT_SECONDS = 10.0
-_POLL_SECONDS = 0.2
-_WAIT_SECONDS = 0.5
-_MESSAGE_SECONDS = 5.0
-_END_SECONDS = 10.0
+_POLL_SECONDS = 0.2  # in which an actor waits for output of its process
+_WAIT_SECONDS = 0.5  # in which the launcher waits for an actor, and does not check for signals
+_MESSAGE_SECONDS = 5.0  # until a message about resources that are in use
+_END_SECONDS = 10.0  # in which the actors end their processes
 
 
 def connect_to_ray(environ: Mapping[str, str]) -> Any:

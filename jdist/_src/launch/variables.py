@@ -93,7 +93,7 @@ def visible_gpus(environ: Mapping[str, str], folder: str = "/dev") -> list[str]:
     return [str(i) for i in range(len([name for name in os.listdir(folder) if re.fullmatch("nvidia[0-9]+", name)]))]
 
 
-def gpu_shares(
+def divisible_gpus(
     environ: Mapping[str, str], num_local_processes: int, gpus_per_process: int | None, folder: str = "/dev"
 ) -> list[str] | None:
     """Returns the NVIDIA GPUs that the processes of this machine divide among themselves; None if JAX does not use GPUs.

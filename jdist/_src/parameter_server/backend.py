@@ -19,7 +19,7 @@ from jdist._src.execution.traced import Arguments, CallFn, ReplicaResults, Resul
 from jdist._src.jaxpr.server_partition import UpdateGroup
 from jdist._src.parameter_server.engine import Engine
 from jdist._src.parameter_server.server_array import ServerArray
-from jdist._src.parameter_server.step_parts import PartitionedStep, StepParts, compile_parts, cut_step
+from jdist._src.parameter_server.step_parts import PartitionedStep, StepParts, compile_parts, partition_step
 from jdist._src.parameter_server.storage import LeafStorage, Shard
 from jdist._src.parameter_server.worker_index import in_scheduled_function
 from jdist._src.strategies.one_device import OneDeviceStrategy
@@ -50,9 +50,9 @@ class ParameterServerBackend(ShardMapBackend):
         self.engine, self._snapshots = engine, snapshots
         self._first_step = 0 if snapshots is None else snapshots.latest or 0
         self._num_shards = num_shards
-        self._traced: tuple[ReplicaFunction, Any, ReplicaResults] | None = None
-        self._lock = threading.RLock()  # for the traced function and the moved leaves
-        self._moved: dict[int, tuple[weakref.ref[Any], ServerArray]] = {}
+        self._traced: tuple[ReplicaFunction, Any] | None = None
+        self._lock = threading.RLock()  # for the traced function and the leaves of arrays
+        self._leaves_of_arrays: dict[int, tuple[weakref.ref[Any], ServerArray]] = {}
 
     def trace(self, function: ReplicaFunction) -> Any:
         """See `Backend.trace`. Not in a `shard_map`: the parts of a step run without a mesh."""
@@ -60,7 +60,7 @@ class ParameterServerBackend(ShardMapBackend):
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
-        self._traced = function, program, results
+        self._traced = function, program
         return super().run(function, program, results)
 
     def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
@@ -117,13 +117,13 @@ class ParameterServerBackend(ShardMapBackend):
     def _parts(self, traced: Callable[..., Any], arguments: tuple[PyTree, ...], leaves: Sequence[Any]) -> StepParts:
         shapes = jax.eval_shape(traced, *arguments)
         assert self._traced is not None
-        (function, program, results), self._traced = self._traced, None
+        (function, program), self._traced = self._traced, None
         names = [name for name, _ in named_values("state", arguments[0])]
-        step = cut_step(function, program, results, self.replicas.axes[0], shapes, names)
+        step = partition_step(function, program, self.replicas.axes[0], shapes, names)
         return compile_parts(step, self._placement(step, leaves, names), self.engine.executor.num_servers)
 
     def _placement(self, step: PartitionedStep, leaves: Sequence[Any], names: Sequence[str]) -> list[tuple[Shard, ...]]:
-        """Returns the shards of each leaf of the state. Leaves that are on the servers stay where they are, if possible."""
+        """Returns the shards of each leaf of the state. Leaves that are on the servers keep their shards, if possible."""
         shards: list[tuple[Shard, ...]] = [()] * len(leaves)
         for number in step.partition.scalars.leaves:
             shards[number] = tuple(map(Shard, range(self.engine.executor.num_servers)))
@@ -151,12 +151,12 @@ class ParameterServerBackend(ShardMapBackend):
     def _stored(self, leaves: Sequence[Any], parts: StepParts) -> list[ServerArray]:
         """Returns the leaves of a state on the servers."""
         if not all(isinstance(leaf, ServerArray) for leaf in leaves):
-            self.engine.join()  # the new values replace what the steps in progress would change
+            self.engine.join()  # steps in progress would change the values that are replaced here
         return [self._stored_leaf(leaf, shards) for leaf, shards in zip(leaves, parts.shards, strict=True)]
 
     def _stored_leaf(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
         if not isinstance(leaf, ServerArray):
-            return self._moved_leaf(leaf, shards) if in_scheduled_function() else self._new_leaf(leaf, shards)
+            return self._leaf_of_array(leaf, shards) if in_scheduled_function() else self._new_leaf(leaf, shards)
         if leaf.storage.shards != shards:
             self.engine.move(leaf.storage, shards)
         return leaf
@@ -165,18 +165,18 @@ class ParameterServerBackend(ShardMapBackend):
         value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         return ServerArray(self.engine.store(value, shards), self.engine.read)
 
-    def _moved_leaf(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
-        """Returns the same leaf on the servers for the same array.
+    def _leaf_of_array(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
+        """Returns a leaf on the servers, the same one for the same array.
 
         Scheduled functions that call their first step at the same time pass the same array, and update one state.
         """
         if not isinstance(leaf, jax.Array):
             return self._new_leaf(leaf, shards)
         number = id(leaf)
-        if number not in self._moved:
-            forget = lambda _: self._moved.pop(number, None)
-            self._moved[number] = weakref.ref(leaf, forget), self._new_leaf(leaf, shards)
-        return self._stored_leaf(self._moved[number][1], shards)
+        if number not in self._leaves_of_arrays:
+            forget = lambda _: self._leaves_of_arrays.pop(number, None)
+            self._leaves_of_arrays[number] = weakref.ref(leaf, forget), self._new_leaf(leaf, shards)
+        return self._stored_leaf(self._leaves_of_arrays[number][1], shards)
 
 
 class _ServerSteps(Stage):

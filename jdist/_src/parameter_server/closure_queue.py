@@ -16,9 +16,9 @@ from jdist._src.core.background_threads import STOP_SECONDS, start_thread
 from jdist._src.parameter_server.worker_index import Worker, in_scheduled_function
 
 CAPACITY = 256 * 1024  # functions that wait for a worker, as in TensorFlow
-MAX_ATTEMPTS = 10  # workers that a function may lose
+MAX_ATTEMPTS = 10  # workers that a function, or a call of a step, may lose
 _POLL_SECONDS = 0.5  # interval in which an idle worker notices the end of its coordinator
-_log = logging.getLogger("jdist")
+_LOG = logging.getLogger("jdist")
 
 
 class CancelledError(RuntimeError):
@@ -41,7 +41,7 @@ class Closure:
         name: Its name, for messages.
         worker: The index of the only worker that may run it; None for any.
         future: Its result or error.
-        round: The number of failures in the queue before it was scheduled.
+        failures_before: The number of failures in the queue before it was scheduled.
         attempts: The number of workers that ran it.
     """
 
@@ -49,7 +49,7 @@ class Closure:
     name: str
     worker: int | None = None
     future: Future[Any] = dataclasses.field(default_factory=Future)
-    round: int = 0
+    failures_before: int = 0
     attempts: int = 0
 
 
@@ -71,7 +71,7 @@ class ClosureQueue:
         self._waiting: collections.deque[Closure] = collections.deque()
         self._waiting_of_worker: dict[int, collections.deque[Closure]] = collections.defaultdict(collections.deque)
         self._num_running = 0
-        self._round = 0
+        self._num_failures = 0
         self._failed: Future[Any] | None = None  # the first failed function, until its error is raised
         self._workers: set[int] = set()  # with a thread
         self._is_closed = self._is_released = False
@@ -96,7 +96,7 @@ class ClosureQueue:
                 raise RuntimeError(
                     "A function cannot be scheduled while the interpreter exits: its workers have ended."
                 )
-            closure.round = self._round
+            closure.failures_before = self._num_failures
             self._add(closure)
 
     def wait(self) -> None:
@@ -179,7 +179,7 @@ class ClosureQueue:
                 if self._is_released and self._failed is not None:
                     error = self._failed.exception()
                     text = f"{type(error).__name__}: {error}"
-                    _log.warning("A scheduled function failed, and `join` was not called after it: %s", text)
+                    _LOG.warning("A scheduled function failed, and `join` was not called after it: %s", text)
             return None
 
     def finish(self, closure: Closure, value: Any) -> None:
@@ -191,17 +191,15 @@ class ClosureQueue:
     def fail(self, closure: Closure, error: BaseException) -> None:
         """Sets the error of a function that `get` returned. The first error cancels all functions that wait."""
         with self._lock:
-            if closure.worker is None and closure.round == self._round:
+            if closure.worker is None and closure.failures_before == self._num_failures:
                 self._failed = closure.future
                 exit_work.add(closure.future, closure.future.result, "an error was printed")
-                self._round += 1
+                self._num_failures += 1
                 cancelled = list(self._waiting)
                 self._waiting.clear()
                 self._has_space.notify_all()
                 _cancel(cancelled, f"`{closure.name}` failed before it ran")
-            closure.future.set_exception(
-                error
-            )  # at the end: a caller that fetches the error removes the report at exit
+            closure.future.set_exception(error)  # last, because a caller that fetches it removes the report at exit
             self._end(closure)
 
     def requeue(self, closure: Closure, error: WorkerLostError) -> None:
@@ -215,7 +213,7 @@ class ClosureQueue:
             self.fail(closure, error)
             return
         with self._lock:
-            if self._is_closed or (closure.worker is None and closure.round != self._round):
+            if self._is_closed or (closure.worker is None and closure.failures_before != self._num_failures):
                 _cancel([closure], "its worker was lost, and another function had failed")
             else:
                 self._add(closure, first=True)

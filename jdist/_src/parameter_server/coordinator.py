@@ -201,8 +201,8 @@ class ClusterCoordinator:
             >>> strategy = jdist.ParameterServerStrategy(workers=2)
             >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
             >>> counts = coordinator.per_worker_values(lambda: np.zeros((), int))
-            >>> def count(own):
-            ...     own += 1
+            >>> def count(number):
+            ...     number += 1
             >>> for _ in range(10):
             ...     _ = coordinator.schedule(count, (counts,))
             >>> coordinator.join()
@@ -244,11 +244,11 @@ class ClusterCoordinator:
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError for an argument that a scheduled function cannot receive."""
-        others = (RemoteValue, PerWorkerDataset)
+        refused_types = (RemoteValue, PerWorkerDataset)
         leaves = jax.tree.leaves((args, kwargs))
-        if any(isinstance(leaf, others) for leaf in leaves):
+        if any(isinstance(leaf, refused_types) for leaf in leaves):
             names = [*named_leaves("args", args), *named_leaves("kwargs", kwargs)]
-            name, leaf = next((name, leaf) for name, leaf in names if isinstance(leaf, others))
+            name, leaf = next((name, leaf) for name, leaf in names if isinstance(leaf, refused_types))
             advice = (
                 "is a RemoteValue, which a scheduled function cannot receive. Pass its result: `value.fetch()`, or "
                 "`value.get()` without a copy to the host."

@@ -1,4 +1,4 @@
-"""`Engine`: which worker runs a call of a step, and when its results are applied.
+"""`Engine`: selects the worker of each call of a step, and applies the results of the workers.
 
 A call of the step applies the results of all workers that have finished, and starts the next worker; if all are busy, it waits
 for one of them. Updates are applied one at a time, and all servers apply them in the same order, so that the state has one
@@ -13,23 +13,22 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
 from jdist._src.core import exit_work
 from jdist._src.core.tree import PyTree
 from jdist._src.parameter_server import staleness
-from jdist._src.parameter_server.closure_queue import WorkerLostError
+from jdist._src.parameter_server.closure_queue import MAX_ATTEMPTS, WorkerLostError
 from jdist._src.parameter_server.event_log import UPDATES_PER_DIGEST, Replay, digest, open_log
 from jdist._src.parameter_server.executor import Executor, StepCall
 from jdist._src.parameter_server.partitioners import row_ranges
 from jdist._src.parameter_server.server_array import OutputArray
 from jdist._src.parameter_server.step_parts import StepParts
 from jdist._src.parameter_server.storage import LeafStorage, Shard
+from jdist._src.replica.finite import NonFinite
 
-NonFinite: TypeAlias = Literal["keep", "skip", "stop"]
-MAX_ATTEMPTS = 10  # workers that a call may lose
 _LOG = logging.getLogger("jdist")
 
 
@@ -43,6 +42,11 @@ class WorkerProgress(NamedTuple):
         skipped: The number of its updates that were not finite and were not applied (`non_finite="skip"`).
         restarts: The number of its calls that started again, because the worker or a server that it read was lost.
         pid: The id of its process on its node; 0 if the worker is in this process, or has not started yet.
+
+    Example:
+        >>> progress = jdist.ParameterServerStrategy(workers=2).worker_progress()
+        >>> [worker.updates for worker in progress]
+        [0, 0]
     """
 
     updates: int = 0
@@ -78,7 +82,7 @@ class _RunningCall(NamedTuple):
 
 
 class Engine:
-    """Starts workers, and applies their results.
+    """Starts calls of steps on workers, and applies their results.
 
     Mutable: it holds the calls in progress and the version of the state. Threads may call it at the same time.
 
@@ -164,7 +168,7 @@ class Engine:
         parts: StepParts,
         storages: Sequence[LeafStorage],
         inputs: Sequence[Any],
-        output_put: Callable[[Sequence[Any]], list[jax.Array]],
+        put_outputs: Callable[[Sequence[Any]], list[jax.Array]],
     ) -> PyTree:
         """Starts a step on an idle worker, and returns its outputs, which the worker still computes.
 
@@ -181,8 +185,8 @@ class Engine:
                 self._start_recorded(self._replay, name, step_call, outputs)
             self._num_calls += 1
         if outputs.done():
-            return output_put(outputs.result())
-        read = lambda index: output_put([self._output(outputs, index)])[0]
+            return put_outputs(outputs.result())
+        read = lambda index: put_outputs([self._output(outputs, index)])[0]
         return [OutputArray(spec, functools.partial(read, i)) for i, spec in enumerate(parts.output_shapes)]
 
     def _start_on(
@@ -196,7 +200,7 @@ class Engine:
         try:
             work, early_outputs = self.executor.start(worker, step_call, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
-            raise _fail(outputs, _failure(worker, number, name, error)) from error
+            raise _fail_outputs(outputs, _failure_message(worker, number, name, error)) from error
         if early_outputs is not None:
             outputs.set_result(early_outputs)
         self._idle.remove(worker)
@@ -249,11 +253,11 @@ class Engine:
             try:
                 _, is_finite = self.executor.results(call.work)
                 if not is_finite and self._non_finite == "stop":
-                    exit_work.end_with_failure(_not_finite(call))
+                    exit_work.end_with_failure(_not_finite_message(call))
             except WorkerLostError:  # with the strategy
                 continue
             except Exception as error:
-                exit_work.end_with_failure(_failure(call.worker, call.number, call.name, error))
+                exit_work.end_with_failure(_failure_message(call.worker, call.number, call.name, error))
 
     def _count_update(self, call: _RunningCall) -> None:
         """Counts a call that was applied or skipped, and compares or records the state after some of them."""
@@ -306,7 +310,7 @@ class Engine:
 
     def _replay_events(self, replay: Replay) -> bool:
         """Applies and starts the calls of the program in the recorded order. Returns whether there was one."""
-        was_successful = False
+        has_event = False
         while (event := replay.next_event) is not None:
             if event.kind == "apply":
                 replay.advance()
@@ -319,8 +323,8 @@ class Engine:
                 self._start_on(event.worker, event.call, name, step_call, outputs, 1)
             else:
                 break
-            was_successful = True
-        return was_successful
+            has_event = True
+        return has_event
 
     def _apply_next(self, timeout: float | None = None) -> bool:
         """Applies the results of the first worker that finishes and may be applied. Returns whether there was one in time."""
@@ -346,7 +350,7 @@ class Engine:
             self._start_again(call, error)
             return
         except Exception as error:
-            raise _fail(call.outputs, _failure(call.worker, call.number, call.name, error)) from error
+            raise _fail_outputs(call.outputs, _failure_message(call.worker, call.number, call.name, error)) from error
         if not call.outputs.done():
             call.outputs.set_result(outputs)
         if not is_finite:
@@ -366,8 +370,10 @@ class Engine:
             self._log.write(lost=call.number)
         _LOG.warning("Call %d of a step, `%s`, starts again. %s", call.number + 1, call.name, error)
         if call.attempts >= MAX_ATTEMPTS:
-            message = f"{_failure(call.worker, call.number, call.name, error)} It was started {call.attempts} times."
-            raise _fail(call.outputs, message) from error
+            message = (
+                f"{_failure_message(call.worker, call.number, call.name, error)} It was started {call.attempts} times."
+            )
+            raise _fail_outputs(call.outputs, message) from error
         self._start_on(call.worker, call.number, call.name, call.step_call, call.outputs, call.attempts + 1)
 
     def _skip(self, call: _RunningCall) -> None:
@@ -375,7 +381,7 @@ class Engine:
         progress = self._progress[call.worker]
         self._progress[call.worker] = progress._replace(skipped=progress.skipped + 1)
         self._count_update(call)  # a replay skips it too
-        message = _not_finite(call)
+        message = _not_finite_message(call)
         if self._non_finite == "stop":
             raise FloatingPointError(f"{message} Look at the batch of this call, the learning rate and the loss.")
         if not progress.skipped:
@@ -390,21 +396,21 @@ def _finish(engine: Callable[[], Engine | None]) -> None:
         existing._finish()
 
 
-def _not_finite(call: _RunningCall) -> str:
+def _not_finite_message(call: _RunningCall) -> str:
     return (
         f"Worker {call.worker} computed values that are not finite in call {call.number + 1} of a step, `{call.name}`. "
         "Its update was not applied."
     )
 
 
-def _fail(outputs: Future[Sequence[Any]], message: str) -> RuntimeError:
-    """Returns the error of a call; those who read its outputs receive an error with this message too."""
+def _fail_outputs(outputs: Future[Sequence[Any]], message: str) -> RuntimeError:
+    """Returns the error of a call. Later reads of its outputs raise an error with this message too."""
     if not outputs.done():
         outputs.set_exception(RuntimeError(message))
     return RuntimeError(message)
 
 
-def _failure(worker: int, number: int, name: str, error: Exception) -> str:
+def _failure_message(worker: int, number: int, name: str, error: Exception) -> str:
     return (
         f"Worker {worker} failed in call {number + 1} of a step, `{name}`: {error}\n  Its update was not applied; the state "
         "contains the updates of all other calls."

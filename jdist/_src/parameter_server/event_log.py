@@ -1,4 +1,4 @@
-"""The log of a run: in which order workers started and their updates were applied; and its replay."""
+"""The log of a run: the order in which workers started and their updates were applied; and its replay."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ import numpy as np
 REPLAY_VARIABLE = "JDIST_REPLAY"
 VERDICT_VARIABLE = "JDIST_REPLAY_VERDICT"  # the file into which a replay writes its verdict
 UPDATES_PER_DIGEST = 10
-THREADS_VARIABLE = "NPROC"  # the size of XLA's thread pools: it decides how some sums are divided
+THREADS_VARIABLE = "NPROC"  # the size of XLA's thread pools, on which the division of some sums depends
 _FORMAT = 2
 
 
@@ -85,7 +85,7 @@ class EventLog:
         self._file.write(json.dumps(event) + "\n")
 
 
-class Verdict(NamedTuple):
+class ReplayVerdict(NamedTuple):
     """The comparison of a replay with the recorded run.
 
     Attributes:
@@ -160,7 +160,7 @@ class Replay:
     def write_verdict(self) -> None:
         """Writes the verdict for `jdist replay`."""
         count = lambda events: sum(event.kind == "apply" for event in events)
-        verdict = Verdict(
+        verdict = ReplayVerdict(
             count(self._events[: self._next]),
             count(self._events),
             self._compared,
@@ -204,14 +204,14 @@ def read_log(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         ValueError: The file is not a log.
     """
     program, events = _parsed(path)
-    kept: list[dict[str, Any]] = []
+    effective: list[dict[str, Any]] = []
     for event in events:
         if "lost" in event:  # the worker had no effect
-            index = max(i for i, other in enumerate(kept) if other.get("start") == event["lost"])
-            del kept[index]
+            index = max(i for i, other in enumerate(effective) if other.get("start") == event["lost"])
+            del effective[index]
         else:
-            kept.append(event)
-    return program, kept
+            effective.append(event)
+    return program, effective
 
 
 def _parsed(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

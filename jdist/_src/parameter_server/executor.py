@@ -1,4 +1,4 @@
-"""`Executor`: where the workers and the servers of an `Engine` run. `LocalExecutor` and `RayExecutor` are the two."""
+"""`Executor`: runs workers and servers for an `Engine`: `LocalExecutor` on devices, `RayExecutor` in other processes."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -63,13 +63,13 @@ class Executor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start(self, worker: int, call: StepCall, num_in_flight: int) -> tuple[Any, list[jax.Array] | None]:
+    def start(self, worker: int, call: StepCall, num_in_progress: int) -> tuple[Any, list[jax.Array] | None]:
         """Starts a call on a worker, with the current state.
 
         Args:
             worker: The number of the worker.
             call: The call.
-            num_in_flight: The number of calls in progress: workers that read the same version draw different numbers.
+            num_in_progress: The number of calls in progress: workers that read the same version draw different numbers.
 
         Returns:
             The work in progress, for the other methods; and the outputs that the worker still computes, or None if they are

@@ -32,7 +32,7 @@ class _Work(NamedTuple):
 
     def last_results(self) -> list[Any]:
         """Returns one result: all results of a program are ready together."""
-        return [*(x for row in self.sent for x in row), *self.outputs][-1:]
+        return [*(x for values in self.sent for x in values), *self.outputs][-1:]
 
 
 class LocalExecutor(Executor):
@@ -78,11 +78,11 @@ class LocalExecutor(Executor):
         arrays = jax.device_put(storage.arrays, self._host_sharding, may_alias=False)
         return jax.device_put(joined(arrays, storage.shards), self._host_sharding)
 
-    def start(self, worker: int, call: StepCall, num_in_flight: int) -> tuple[_Work, list[jax.Array]]:
+    def start(self, worker: int, call: StepCall, num_in_progress: int) -> tuple[_Work, list[jax.Array]]:
         """See `Executor.start`."""
         device, parts = self.workers[worker], call.parts
         arrays = [_on_device(call.storages[number].arrays, device) for number in parts.read_leaves]
-        number = self._number(np.int32(num_in_flight), device)
+        number = self._number(np.int32(num_in_progress), device)
         pulled = self._pull(call) if parts.tables else []
         reused = self._reused(parts.reused, device)
         sent, outputs = parts.worker(reused, arrays, pulled, _on_device(list(call.inputs), device), number)
@@ -166,6 +166,6 @@ def all_finite(arrays: Any) -> jax.Array:
 
 
 def _on_device(arrays: list[Any], device: jax.Device) -> list[Any]:
-    """Returns `arrays` on a device; itself if they are there, because `jax.device_put` takes longer to find that."""
-    is_there = all(isinstance(x, jax.Array) and x.devices() == {device} for x in arrays)
-    return arrays if is_there else jax.device_put(arrays, device)
+    """Returns `arrays` on a device. Unchanged if all of them are on it: `jax.device_put` takes longer to find that."""
+    is_on_device = all(isinstance(x, jax.Array) and x.devices() == {device} for x in arrays)
+    return arrays if is_on_device else jax.device_put(arrays, device)

@@ -10,7 +10,7 @@ import numpy as np
 from jdist._src.core.arguments import function_name
 from jdist._src.core.tree import PyTree, describe_type
 from jdist._src.data.dataset import DistributedDataset
-from jdist._src.data.source_iterators import read_again
+from jdist._src.data.source_iterators import one_shot_advice
 from jdist._src.parameter_server.closure_queue import result_of
 from jdist._src.parameter_server.worker_index import Worker, get_current_worker_index
 
@@ -98,6 +98,13 @@ class PerWorkerIterator:
     """The iterators of a per-worker data set. A scheduled function receives the iterator of the worker that runs it.
 
     `iter` of the result of `ClusterCoordinator.create_per_worker_dataset` returns it.
+
+    Example:
+        >>> strategy = jdist.ParameterServerStrategy(workers=2)
+        >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
+        >>> batches = iter(coordinator.create_per_worker_dataset([np.arange(3)]))
+        >>> coordinator.schedule(next, (batches,)).fetch().tolist()
+        [0, 1, 2]
     """
 
     def __init__(self, cells: WorkerCells):
@@ -122,6 +129,12 @@ class PerWorkerDataset:
     Args:
         create: Returns the cells of a function that creates the value of a worker; the second argument is its name.
         source: The source, see `ClusterCoordinator.create_per_worker_dataset`.
+
+    Example:
+        >>> strategy = jdist.ParameterServerStrategy(workers=2)
+        >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
+        >>> iter(coordinator.create_per_worker_dataset([np.arange(3)]))
+        PerWorkerIterator(2 workers)
     """
 
     def __init__(self, create: Callable[[Callable[[], Any], str], WorkerCells], source: Any):
@@ -189,10 +202,9 @@ def _start_function(source: Any) -> Callable[[], Iterator[Any]]:
         if source.is_one_shot:
             raise ValueError(f"The data set can be read only once, and every worker reads it. {_SOURCES}")
         return lambda: iter(source.reshuffled(get_current_worker_index()))
-    if once := read_again(source):
-        raise ValueError(
-            f"The source is a {once[0]}, which can be read only once, and every worker reads it. {once[1]}"
-        )
+    if kind_and_advice := one_shot_advice(source):
+        kind, advice = kind_and_advice
+        raise ValueError(f"The source is a {kind}, which can be read only once, and every worker reads it. {advice}")
     if isinstance(source, (str, bytes, tuple, Mapping, np.ndarray, jax.Array)):
         raise ValueError(
             f"`create_per_worker_dataset` cannot divide {describe_type(source)} into batches. Pass "

@@ -45,7 +45,7 @@ class WorkerPart(NamedTuple):
 
     Attributes:
         data: The exported program.
-        order: For each operand but the last, its number in the arrays of the inputs and then of the messages of the servers.
+        order: For each operand except for the last, its number in the arrays of the inputs and of the messages of the servers.
         num_outputs: The number of outputs, which are the first results. The next result is whether all values are finite.
         num_sent: For each node with servers, the number of values for them, which are the other results.
     """
@@ -144,12 +144,12 @@ class WorkerActor(_Actor):
         """Stores the part of a step."""
         self._parts[number] = part._replace(data=b""), load_part(part.data)
 
-    def run(self, number: int, num_in_flight: int, *messages: list[np.ndarray]) -> Any:
+    def run(self, number: int, num_in_progress: int, *messages: list[np.ndarray]) -> Any:
         """Runs the part of a step.
 
         Args:
             number: The number of the part.
-            num_in_flight: The number of calls in progress.
+            num_in_progress: The number of calls in progress.
             *messages: The inputs, and the messages of the servers that it reads.
 
         Returns:
@@ -157,7 +157,7 @@ class WorkerActor(_Actor):
         """
         part, program = self._parts[number]
         arrays = [x for message in messages for x in message]
-        results = program(*(arrays[i] for i in part.order), np.int32(num_in_flight))
+        results = program(*(arrays[i] for i in part.order), np.int32(num_in_progress))
         values = iter(results[part.num_outputs + 1 :])
         sent = [to_message(itertools.islice(values, count)) for count in part.num_sent if count]
         outputs = to_message(results[: part.num_outputs]), bool(results[part.num_outputs])

@@ -101,7 +101,7 @@ class RayCluster:
     def _pid(self, process: Any) -> int:
         try:
             return self._ray.get(process).pid
-        except self._ray.exceptions.RayError:  # it was lost before it answered
+        except self._ray.exceptions.RayError:  # the worker was lost before it returned its process
             return 0
 
     def put(self, value: Any) -> Any:
@@ -262,6 +262,7 @@ def _check_resources(resources: Mapping[str, float], num_workers: int, num_serve
 
 
 def check_versions(processes: Sequence[ActorProcess]) -> None:
+    """Raises RuntimeError if a process has another version of JAX than the host program, which exports the programs."""
     for process in processes:
         if process.jax_version != jax.__version__:
             raise RuntimeError(

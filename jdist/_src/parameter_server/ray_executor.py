@@ -71,9 +71,8 @@ class RayExecutor(Executor):
         self._bindings: dict[tuple[int, ...], RayBinding] = {}
         self._num_updates = [0] * self.num_servers
         self._unsent: list[list[RequestedUpdate]] = [[] for _ in range(self.num_servers)]
-        self._read_messages: dict[
-            int, tuple[int, Any]
-        ] = {}  # by server: the binding, and the message that is still valid
+        # By server: the binding, and the message that is still valid.
+        self._read_messages: dict[int, tuple[int, Any]] = {}
         self._is_flushed = True
 
     def worker_pids(self) -> Sequence[int]:
@@ -108,7 +107,7 @@ class RayExecutor(Executor):
         self._remove_leaves()
         self._binding(call)
 
-    def start(self, worker: int, call: StepCall, num_in_flight: int) -> tuple[_Work, None]:
+    def start(self, worker: int, call: StepCall, num_in_progress: int) -> tuple[_Work, None]:
         """See `Executor.start`."""
         binding = self._binding(call)
         inputs = [np.asarray(to_numbers(x), dtype) for x, dtype in zip(call.inputs, binding.input_dtypes, strict=True)]
@@ -116,7 +115,7 @@ class RayExecutor(Executor):
         messages = [self._exchange(server, binding, ids) for server in range(self.num_servers)]
         num_sent = binding.program.worker.num_sent
         run = self._cluster.workers[worker].run.options(num_returns=1 + sum(map(bool, num_sent)))
-        results = run.remote(binding.program.number, num_in_flight, inputs, *filter(None, messages))
+        results = run.remote(binding.program.number, num_in_progress, inputs, *filter(None, messages))
         outputs, *others = results if any(num_sent) else [results]
         rest = iter(others)
         sent = [next(rest) if count else None for count in num_sent]
@@ -201,7 +200,7 @@ class RayExecutor(Executor):
         return self._bindings[key]
 
     def _exchange(self, server: int, binding: RayBinding, looked_up_inputs: list[Any]) -> Any:
-        """Requests the updates of a server that were not sent yet, and what a worker reads from it; returns this message."""
+        """Requests the unsent updates of a server and the message with the arrays that a worker reads; returns this message."""
         uses = binding.servers[server]
         if not uses.read and not uses.tables:
             self._send_updates_to(server)

@@ -61,15 +61,15 @@ def make_program(number: int, call: StepCall, platform: str, nodes: Sequence[int
     """
     parts, storages, inputs = call.parts, call.storages, list(map(_shape_of, call.inputs))
 
-    def run_part(arrays: list[list[Any]], rows: list[list[Any]], inputs: list[Any], num_in_flight: Any) -> Any:
+    def run_part(arrays: list[list[Any]], rows: list[list[Any]], inputs: list[Any], num_in_progress: Any) -> Any:
         looked_up = parts.look_up([inputs[i] for i in parts.looked_up_inputs]) if parts.tables else []
         pulled = [PulledRows(*pair) for pair in zip(looked_up, rows, strict=True)]
-        return parts.worker([], arrays, pulled, inputs, num_in_flight)
+        return parts.worker([], arrays, pulled, inputs, num_in_progress)
 
     def run(
-        arrays: list[list[Any]], rows: list[list[Any]], inputs: list[Any], num_in_flight: Any
+        arrays: list[list[Any]], rows: list[list[Any]], inputs: list[Any], num_in_progress: Any
     ) -> tuple[list[Any], Any, list[list[Any]]]:
-        values, outputs = run_part(arrays, rows, inputs, num_in_flight)
+        values, outputs = run_part(arrays, rows, inputs, num_in_progress)
         by_node = [values[server] for node in range(max(nodes) + 1) for server in _servers_on(node, nodes)]
         return outputs, all_finite(values) if tests_finite else jnp.bool_(True), by_node
 
@@ -155,7 +155,7 @@ def _worker_arguments(
 
 
 def _operand_order(parts: StepParts, num_inputs: int) -> list[int]:
-    """Returns the number of each operand of a worker but the last in its messages."""
+    """Returns the number in the messages of a worker of each of its operands except for the last."""
     received: list[Any] = list(range(num_inputs))
     for server in range(len(parts.servers)):
         received += _places_on(server, parts, parts.read_leaves) + _places_on(server, parts, parts.tables)

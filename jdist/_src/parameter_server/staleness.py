@@ -1,4 +1,4 @@
-"""Bounded staleness: when a worker may start, and whose results the servers may apply next.
+"""Bounded staleness: whether a worker may start, and whether the servers may apply its results next.
 
 The *version* of a state is the number of updates that were applied to it. The results of a worker that read version `v` and
 are applied to version `n` have the staleness `n - v`. Under a bound `s` they must be applied while `n <= v + s`: each has a
@@ -6,7 +6,7 @@ deadline, and the deadlines of all workers can be met exactly if they can be met
 
 Source:
     Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NeurIPS 2013. There a clock
-    counts the updates of each worker; here one version counts those of all workers, so that the bound is about the state.
+    counts the updates of each worker; here one version counts the updates of all workers, so the bound is about the state.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def may_start(num_in_progress: int, bound: int | None) -> bool:
 
 
 def may_apply(index: int, versions: Sequence[int], version: int, bound: int | None) -> bool:
-    """Returns whether the results of one worker may be applied before those of the others.
+    """Returns whether the results of one worker may be applied before the results of the others.
 
     Args:
         index: The index of the worker's version in `versions`.

@@ -11,7 +11,6 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.backend import ReplicaFunction
-from jdist._src.execution.traced import ReplicaResults
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.interpreter import Evaluator, nested_equations
 from jdist._src.jaxpr.marks import KEY_MARK, STALENESS_MARK, mark_of
@@ -29,7 +28,7 @@ from jdist._src.values.base import is_distributed
 
 
 class PartitionedStep(NamedTuple):
-    """A step that was traced and cut.
+    """A traced step and its parts.
 
     Attributes:
         program: The program of one replica, with its constants as inputs.
@@ -60,7 +59,7 @@ class StepParts(NamedTuple):
     """The compiled parts of a step.
 
     Attributes:
-        shards: For each leaf of the state, where it is stored.
+        shards: The shards of each leaf of the state.
         read_leaves: The numbers of the leaves that a worker reads.
         tables: The numbers of the leaves whose rows it looks up.
         looked_up_inputs: The numbers of the inputs that decide which rows.
@@ -68,7 +67,7 @@ class StepParts(NamedTuple):
         pull: From the arrays of the tables and the inputs to the result of `look_up`, each with the values in each array.
         worker: From arrays whose memory it reuses, the arrays of the leaves, the result of `pull`, the inputs, and the number
             of steps in progress at the start, to the values for each server and the outputs.
-        reused: The shapes and dtypes of the arrays whose memory it can reuse: those of gradients that become parameters.
+        reused: The shapes and dtypes of the arrays whose memory it can reuse, one per gradient that becomes a parameter.
         servers: For each server, the update of its arrays.
         output_shapes: The shape and dtype of each output.
         output_tree: The structure of the outputs.
@@ -136,20 +135,18 @@ class UpdateOnServer(NamedTuple):
     shard: Shard
 
 
-def cut_step(
+def partition_step(
     function: ReplicaFunction,
     program: Any,
-    results: ReplicaResults,
     axis: str,
     shapes: tuple[PyTree, PyTree],
     names: Sequence[str],
 ) -> PartitionedStep:
-    """Cuts a traced step.
+    """Splits a traced step into the part of a worker and the updates of groups of state leaves.
 
     Args:
         function: The function of one replica, with its arguments.
         program: Its closed jaxpr.
-        results: Its results.
         axis: The axis of the replicas.
         shapes: The shapes of the new state and of the outputs, with wrappers.
         names: The name of each leaf of the state.
@@ -196,17 +193,19 @@ def _check_local_values(partition: ServerPartition, is_varying: Sequence[bool], 
 
 def compile_parts(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], num_servers: int) -> StepParts:
     """Compiles the parts of a step for a placement of the state."""
-    units = [_units_on(step, shards, server) for server in range(num_servers)]
-    sent_values = [list(dict.fromkeys(value for unit in row for value in _received(step, unit))) for row in units]
+    updates_by_server = [_updates_on(step, shards, server) for server in range(num_servers)]
+    sent_values = [
+        list(dict.fromkeys(x for update in updates for x in _received(step, update))) for updates in updates_by_server
+    ]
     tables = [table.leaf for table in step.tables]
     inputs = set(step.partition.worker.inputs)
     read_leaves = [number for number, var in enumerate(step.state) if var in inputs and number not in tables]
     computed = {var for equation in step.partition.worker.program.eqns for var in equation.outvars}
-    num_receivers = collections.Counter(value for row in sent_values for value in row)
+    num_receivers = collections.Counter(value for values in sent_values for value in values)
     has_sole_receiver = {value for value, count in num_receivers.items() if count == 1 and value[0] in computed}
     servers = [
-        _server_update(step, row, received, read_leaves, [value in has_sole_receiver for value in received])
-        for row, received in zip(units, sent_values, strict=True)
+        _server_update(step, updates, received, read_leaves, [value in has_sole_receiver for value in received])
+        for updates, received in zip(updates_by_server, sent_values, strict=True)
     ]
     looked_up_inputs, look_up = _look_up(step)
     return StepParts(
@@ -225,7 +224,8 @@ def compile_parts(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], nu
     )
 
 
-def _units_on(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[UpdateOnServer]:
+def _updates_on(step: PartitionedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[UpdateOnServer]:
+    """Returns the updates of groups that a server runs: of each group of which it stores an array that a step changes."""
     groups = [*step.partition.groups, *([step.partition.scalars] if step.partition.scalars.leaves else [])]
     return [
         UpdateOnServer(group, index, shard)
@@ -239,19 +239,19 @@ def _is_changed(step: PartitionedStep, number: int) -> bool:
     return step.program.outvars[number] is not step.state[number]
 
 
-def _received(step: PartitionedStep, unit: UpdateOnServer) -> list[tuple[Any, Shard | None]]:
+def _received(step: PartitionedStep, update: UpdateOnServer) -> list[tuple[Any, Shard | None]]:
     """Returns the variables that the update of a group receives, each with its rows, or None for all of it."""
-    new_values = [step.program.outvars[number] for number in unit.group.leaves]
-    needed = dict.fromkeys([*unit.group.part.inputs, *update_partition.variables(new_values)])
+    new_values = [step.program.outvars[number] for number in update.group.leaves]
+    needed = dict.fromkeys([*update.group.part.inputs, *update_partition.variables(new_values)])
     sent = [var for var in needed if var in set(step.partition.sent)]
-    table = _table_of(step, unit)
-    is_part = unit.shard.stop is not None and table is None
-    keys = [(var, unit.shard if is_part and jax_compat.shape_of(var) else None) for var in sent]
+    table = _table_of(step, update)
+    is_part = update.shard.stop is not None and table is None
+    keys = [(var, update.shard if is_part and jax_compat.shape_of(var) else None) for var in sent]
     return keys if table is None else [*keys, (table.var, None)]  # None: the numbers of the looked-up rows
 
 
-def _table_of(step: PartitionedStep, unit: UpdateOnServer) -> Table | None:
-    return next((table for table in step.tables if table.leaf in unit.group.leaves), None)
+def _table_of(step: PartitionedStep, update: UpdateOnServer) -> Table | None:
+    return next((table for table in step.tables if table.leaf in update.group.leaves), None)
 
 
 def _look_up(step: PartitionedStep) -> tuple[list[int], Callable[[Sequence[Any]], list[LookedUpRows]]]:
@@ -277,6 +277,8 @@ def _pull(
     numbers: Sequence[int],
     look_up: Callable[[Sequence[Any]], list[LookedUpRows]],
 ) -> Callable[[Sequence[Sequence[Any]], Sequence[Any]], list[PulledRows]]:
+    """Returns the function `StepParts.pull`, which is not compiled yet."""
+
     def pull(tables: Sequence[Sequence[Any]], inputs: Sequence[Any]) -> list[PulledRows]:
         pulled: list[PulledRows] = []
         for table, arrays, looked_up in zip(step.tables, tables, look_up([inputs[i] for i in numbers]), strict=True):
@@ -310,6 +312,7 @@ def _worker(
     shards: Sequence[tuple[Shard, ...]],
     sent_values: Sequence[Sequence[tuple[Any, Shard | None]]],
 ) -> Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]:
+    """Returns the function `StepParts.worker`, which is not compiled yet."""
     part = step.partition.worker
     outputs = step.program.outvars[len(step.state) :]
 
@@ -318,9 +321,9 @@ def _worker(
         arrays: list[list[jax.Array]],
         pulled: list[PulledRows],
         inputs: list[jax.Array],
-        num_in_flight: jax.Array,
+        num_in_progress: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
-        del reused
+        del reused  # its memory is donated
         env = {**step.constants, **dict(zip(step.inputs, inputs, strict=True))}
         for number, values in zip(read_leaves, arrays, strict=True):
             env[step.state[number]] = joined(values, shards[number])
@@ -331,10 +334,12 @@ def _worker(
         if step.tables:
             evaluator = RowEvaluator(step.tables, [one.looked_up for one in pulled])
             program = _traced(evaluator, program, operands, step.axis)
-        program = _traced(_KeyEvaluator(num_in_flight), program, operands, step.axis)
+        program = _traced(_KeyEvaluator(num_in_progress), program, operands, step.axis)
         env.update({table.var: one.looked_up.numbers for table, one in zip(step.tables, pulled, strict=True)})
         env.update(zip(part.outputs, eliminate_collectives(program, [step.axis], operands), strict=True))
-        sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in sent_values]
+        sent = [
+            [env[var] if rows is None else rows_of(env[var], rows) for var, rows in values] for values in sent_values
+        ]
         values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outputs]
         shaped = [jnp.reshape(x, shape.shape) for x, shape in zip(values, step.output_shapes, strict=True)]
         return sent, shaped
@@ -347,8 +352,8 @@ def _reused_shapes(
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of the sent values that become parameters; random keys are small."""
     shapes: list[jax.ShapeDtypeStruct] = []
-    for row, server in zip(sent_values, servers, strict=True):
-        for var, rows in (row[i] for i in server.donated_values):
+    for values, server in zip(sent_values, servers, strict=True):
+        for var, rows in (values[i] for i in server.donated_values):
             shape = jax_compat.shape_of(var)
             if rows is not None and rows.stop is not None:
                 shape = (rows.stop - rows.start, *shape[1:])
@@ -366,30 +371,37 @@ def _traced(evaluator: Evaluator, program: Any, operands: Sequence[Any], axis: s
 class _KeyEvaluator(Evaluator):
     """Replaces the index of the replica in `jdist.replica_key` by the number of steps in progress."""
 
-    def __init__(self, num_in_flight: Any):
-        self._num_in_flight = num_in_flight
+    def __init__(self, num_in_progress: Any):
+        self._num_in_progress = num_in_progress
 
     def enters(self, equation: Equation) -> bool:
         return any(mark_of(inner) == KEY_MARK for inner, _ in nested_equations(equation))
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
-        return [self._num_in_flight] if mark_of(equation) == KEY_MARK else super().primitive(jaxpr, equation, operands)
+        return (
+            [self._num_in_progress] if mark_of(equation) == KEY_MARK else super().primitive(jaxpr, equation, operands)
+        )
 
 
 def _server_update(
     step: PartitionedStep,
-    units: Sequence[UpdateOnServer],
+    updates: Sequence[UpdateOnServer],
     received: Sequence[tuple[Any, Shard | None]],
     read_leaves: Sequence[int],
     has_sole_receiver: Sequence[bool],
 ) -> ServerUpdate:
-    """Returns the update of the arrays of `units` on one server.
+    """Returns the update of the arrays on one server.
 
-    `has_sole_receiver`: for each value of a worker, whether only this server receives it.
+    Args:
+        step: The step.
+        updates: The updates of groups on this server.
+        received: The values of a worker that it receives, each with its rows, or None for all of it.
+        read_leaves: The numbers of the leaves that a worker reads.
+        has_sole_receiver: For each received value, whether only this server receives it.
     """
-    arrays = [(number, unit.array_index) for unit in units for number in unit.group.leaves]
+    arrays = [(number, one.array_index) for one in updates for number in one.group.leaves]
     changed = [key for key in arrays if _is_changed(step, key[0])]
-    scalars = [(number, unit.shard.server) for number in step.partition.scalars.leaves for unit in units[:1]]
+    scalars = [(number, one.shard.server) for number in step.partition.scalars.leaves for one in updates[:1]]
     donated = [key for key in changed if key[0] not in read_leaves]
     kept = [key for key in dict.fromkeys([*arrays, *scalars]) if key not in donated]
     reusable = collections.Counter(_shape_and_dtype(step.state[key[0]]) for key in changed if key[0] in read_leaves)
@@ -405,15 +417,15 @@ def _server_update(
         values = [*reused[len(donated) :], *others[len(kept) :]]
         by_key = {received[i]: x for i, x in zip([*donated_values, *kept_values], values, strict=True)}
         new: dict[tuple[int, int], Any] = {}
-        for unit in units:
+        for one in updates:
             env = dict(step.constants)
-            env.update({var: by_key[var, rows] for var, rows in _received(step, unit) if var not in step.state})
+            env.update({var: by_key[var, rows] for var, rows in _received(step, one) if var not in step.state})
             for number in step.partition.scalars.leaves:
-                env[step.state[number]] = stored[number, unit.shard.server]
-            env.update({step.state[number]: stored[number, unit.array_index] for number in unit.group.leaves})
-            table = _table_of(step, unit)
-            rows = None if table is None else _local_numbers(env[table.var], by_key[table.var, None], unit.shard.start)
-            new.update(_updated(step, unit, env, rows, staleness))
+                env[step.state[number]] = stored[number, one.shard.server]
+            env.update({step.state[number]: stored[number, one.array_index] for number in one.group.leaves})
+            table = _table_of(step, one)
+            rows = None if table is None else _local_numbers(env[table.var], by_key[table.var, None], one.shard.start)
+            new.update(_updated(step, one, env, rows, staleness))
         return [new[key] for key in changed]
 
     run = jax.jit(update, donate_argnums=(0,))
@@ -421,20 +433,20 @@ def _server_update(
 
 
 def _updated(
-    step: PartitionedStep, unit: UpdateOnServer, env: dict[Any, Any], rows: Any, staleness: jax.Array
+    step: PartitionedStep, update: UpdateOnServer, env: dict[Any, Any], rows: Any, staleness: jax.Array
 ) -> dict[tuple[int, int], jax.Array]:
     """Returns the new arrays of a group.
 
     Args:
         step: The step.
-        unit: The group, and the index of its arrays.
+        update: The update of a group on one server.
         env: The values of the variables that the update uses.
         rows: The numbers of the rows to update, `[row]`; None for all.
         staleness: The staleness of the update.
     """
-    leaves, part = unit.group.leaves, unit.group.part
+    leaves, part = update.group.leaves, update.group.part
     stored = {number: env[step.state[number]] for number in leaves}
-    count = None if unit.shard.stop is None else unit.shard.stop - unit.shard.start
+    count = None if update.shard.stop is None else update.shard.stop - update.shard.start
     if rows is not None:
         count = len(rows)
         env.update({step.state[number]: x.at[rows].get(mode="fill", fill_value=0) for number, x in stored.items()})
@@ -448,7 +460,7 @@ def _updated(
         value = jnp.asarray(atom.val, old.dtype) if isinstance(atom, Literal) else env[atom]
         if rows is not None:
             value = old.at[rows].set(jnp.broadcast_to(value, (count, *old.shape[1:])), mode="drop")
-        new[number, unit.array_index] = jnp.reshape(value, old.shape)
+        new[number, update.array_index] = jnp.reshape(value, old.shape)
     return new
 
 

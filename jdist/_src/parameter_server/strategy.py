@@ -14,12 +14,13 @@ from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh
 from jdist._src.execution.traced import Proof
 from jdist._src.parameter_server.backend import ParameterServerBackend
-from jdist._src.parameter_server.engine import Engine, NonFinite, WorkerProgress
+from jdist._src.parameter_server.engine import Engine, WorkerProgress
 from jdist._src.parameter_server.event_log import THREADS_VARIABLE, is_replay
 from jdist._src.parameter_server.local_executor import LocalExecutor
 from jdist._src.parameter_server.partitioners import Partitioner, check_partitions
 from jdist._src.parameter_server.ray_cluster import RayCluster
 from jdist._src.parameter_server.ray_executor import RayExecutor
+from jdist._src.replica.finite import NonFinite
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
 from jdist._src.strategies.explicit_devices import check_devices_are_explicit
@@ -30,14 +31,14 @@ from jdist._src.values.remote_array import materialize
 class ParameterServerStrategy(Strategy):
     """Workers compute gradients at their own speed, and servers apply each of them to the state: asynchronous training.
 
-    A step that was written for one replica runs unchanged. A call of it gives the batch to an idle worker and returns: the
-    worker reads the state, computes up to the last collective, and sends the gradients to the servers, which run the rest of
-    the step, the update, on the state of that moment. Other workers may have updated the state in between; the number of
+    A step that was written for one replica runs unchanged. A call of it passes the batch to an idle worker and returns: the
+    worker reads the state, computes up to the last collective, and sends the gradients to the servers, which run the other
+    part of the step, the update, on the current state. Other workers may have updated the state in between; the number of
     their updates is the *staleness* of this one. One batch is one update, so there is one replica, and collectives are the
     identity.
 
-    Steps return the state as `ServerArray`s. Whatever reads one (`np.asarray`, `strategy.run`, a checkpoint, a callback of the
-    `Trainer`) waits for all calls before, so the host program sees every update that it has requested.
+    Steps return the state as `ServerArray`s. A read of one (`np.asarray`, `strategy.run`, a checkpoint, a callback of the
+    `Trainer`) waits for all earlier calls, so its value contains every update that the host program has requested.
 
     With `engine="ray"`, each worker and each server is an actor of a running Ray cluster, on any of its machines. A worker that
     is lost is replaced, and its call runs again; a server that is lost is restored, if there are `snapshots`. Each call is
@@ -69,7 +70,7 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         RuntimeError: `workers` is a number, and this process is one of several: each would train a separate model.
-        TypeError: A number is not an integer, the partitioner is not a function, or `snapshots` not a checkpointer.
+        TypeError: A number is not an integer, the partitioner is not a function, or `snapshots` is not a checkpointer.
         ValueError: There are no workers or no servers, `max_staleness` is negative, or a choice is unknown. No Ray cluster
             runs, or it does not have the CPUs. When a step is called first: the partitioner divides a leaf otherwise than along
             its first dimension, or the step cannot be sent to other processes.
@@ -219,7 +220,7 @@ class ParameterServerStrategy(Strategy):
         return super().local_results(materialize(value))
 
     def put(self, tree: PyTree) -> PyTree:
-        """See `Strategy.put`. The first step that gets the result moves it to the servers."""
+        """See `Strategy.put`. The first step that receives the result moves it to the servers."""
         return super().put(materialize(tree))
 
     def describe(self, state: PyTree = None, *, max_rows: int = 40, proof: Proof | None = None) -> Description:

@@ -61,9 +61,8 @@ class UpdateHistory:
     def __init__(self, num_servers: int):
         self._leaves: dict[int, StoredLeaf] = {}
         self._snapshot: Snapshot | None = None
-        self._incomplete: tuple[Snapshot, Sequence[int]] | None = (
-            None  # is being written, after these numbers of updates
-        )
+        # The checkpoint that is being written, after these numbers of updates.
+        self._incomplete: tuple[Snapshot, Sequence[int]] | None = None
         self._num_updates: Sequence[int] = [0] * num_servers  # that the values contain
         self._updates: list[list[RequestedUpdate]] = [[] for _ in range(num_servers)]
 

@@ -10,8 +10,17 @@ from typing import NamedTuple, TypeAlias
 
 from jdist._src.devices.hlo_text import HloModule, Instruction, device_sizes
 
-# These produce no array of their own: the result is a part or a view of the operands.
-_VIEWS = ("get-tuple-element", "tuple", "bitcast", "optimization-barrier", "while", "after-all", "domain", "parameter")
+# The result of these is a part or a view of the operands, so they allocate no buffer.
+_WITHOUT_BUFFER = (
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "optimization-barrier",
+    "while",
+    "after-all",
+    "domain",
+    "parameter",
+)
 
 
 class Buffer(NamedTuple):
@@ -44,10 +53,10 @@ _Sized: TypeAlias = tuple[Instruction, int]
 _Id: TypeAlias = tuple[str, int]  # an instruction, and the number of an array in its result
 
 
-def _peak(module: HloModule, name: str, known: dict[str, list[_Sized]]) -> list[_Sized]:
-    """Returns the buffers of a computation at its peak, with those of the computations that it runs."""
-    if name in known:
-        return known[name]
+def _peak(module: HloModule, name: str, peaks: dict[str, list[_Sized]]) -> list[_Sized]:
+    """Returns the buffers of a computation and of the computations that it runs, at its peak."""
+    if name in peaks:
+        return peaks[name]
     instructions = list(module.computations[name].values())
     owners = _owners(module, instructions)
     root = owners.get(module.roots.get(name, ""), [])
@@ -64,10 +73,10 @@ def _peak(module: HloModule, name: str, known: dict[str, list[_Sized]]) -> list[
             owner = (instruction.name, index)
             if size and owner in _all(owners, instruction.name) and owner not in results:
                 live[owner] = origins.get(owner, instruction), size
-        peak = max(peak, [*live.values(), *_inner_peak(module, instruction, known)], key=_total)
+        peak = max(peak, [*live.values(), *_inner_peak(module, instruction, peaks)], key=_total)
         for owner in [owner for owner in live if last_use.get(owner, -1) <= position]:
             del live[owner]
-    known[name] = peak
+    peaks[name] = peak
     return peak
 
 
@@ -75,11 +84,11 @@ def _total(buffers: Sequence[_Sized]) -> int:
     return sum(size for _, size in buffers)
 
 
-def _inner_peak(module: HloModule, instruction: Instruction, known: dict[str, list[_Sized]]) -> list[_Sized]:
+def _inner_peak(module: HloModule, instruction: Instruction, peaks: dict[str, list[_Sized]]) -> list[_Sized]:
     """Returns the largest peak of the computations that an instruction runs one operation at a time."""
     if instruction.opcode not in ("while", "call", "conditional", "async-start"):
         return []
-    return max((_peak(module, called, known) for called in instruction.called), key=_total, default=[])
+    return max((_peak(module, called, peaks) for called in instruction.called), key=_total, default=[])
 
 
 def _owners(module: HloModule, instructions: Sequence[Instruction]) -> dict[str, list[frozenset[_Id]]]:
@@ -93,7 +102,7 @@ def _owners(module: HloModule, instructions: Sequence[Instruction]) -> dict[str,
             owners[name] = operands[0][index : index + 1]
         elif opcode == "tuple" or (opcode == "all-reduce" and all(map(any, operands))):  # an all-reduce is in place
             owners[name] = [frozenset().union(*elements) for elements in operands]
-        elif opcode in _VIEWS or opcode.endswith(("-done", "-update")):
+        elif opcode in _WITHOUT_BUFFER or opcode.endswith(("-done", "-update")):
             owners[name] = operands[0] if operands else []
         else:
             updated = _updated_operands(module, instruction)
@@ -152,7 +161,8 @@ def _own_bytes(instruction: Instruction) -> list[int]:
     if instruction.opcode in ("constant", "iota", "partition-id", "replica-id", "send", "recv"):
         return []
     sizes = device_sizes(instruction.shape)
-    return sizes[-1:] if instruction.opcode.endswith("-start") else sizes  # a tuple of the operands and the results
+    # The result of a `-start` is a tuple of the operands and the results.
+    return sizes[-1:] if instruction.opcode.endswith("-start") else sizes
 
 
 def _described(module: HloModule, instruction: Instruction, size: int) -> Buffer:

@@ -19,6 +19,7 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.values.base import is_distributed
 
 _SECONDS = 40.0  # of the steps; a minute with the compilation of a small step and the rates
+_MAX_STEPS = 200
 _MATRIX = 1024  # rows of the matrices of the measured products
 _VECTOR = 2**24  # elements of the measured vectors
 
@@ -29,8 +30,8 @@ class Calibration:
 
     Attributes:
         kind: The kind of the devices.
-        devices: Their number.
-        hardware: Their rates: those of the manufacturer, or measured ones where these are unknown.
+        devices: The number of the devices.
+        hardware: The rates of the devices: from the manufacturer, or measured where these are unknown.
         predicted: The seconds of a step according to the model.
         measured: The median of the measured seconds of a step.
         steps: The number of measured steps.
@@ -45,7 +46,7 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """By what the times of the model are multiplied."""
+        """The factor by which the times of the model are multiplied."""
         return self.measured / self.predicted
 
     @property
@@ -54,7 +55,7 @@ class Calibration:
         return self.predicted / self.measured - 1
 
 
-def calibrated(
+def measured_calibration(
     strategy: Strategy,
     program: Program,
     state: Any,
@@ -77,7 +78,7 @@ def calibrated(
     value, _ = jax.block_until_ready(program(value, *arguments))
     seconds: list[float] = []
     start = time.perf_counter()
-    while len(seconds) < 5 or (time.perf_counter() - start < _SECONDS and len(seconds) < 200):
+    while len(seconds) < _MAX_STEPS:
         begin = time.perf_counter()
         value, _ = jax.block_until_ready(program(value, *arguments))
         seconds.append(time.perf_counter() - begin)

@@ -49,7 +49,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What takes the largest part: `"compute"`, `"memory"` or `"communication"`."""
+        """The largest part of the time: `"compute"`, `"memory"` or `"communication"`."""
         times = {"compute": self.compute, "memory": self.memory, "communication": self.exposed}
         return max(times, key=lambda name: times[name])
 
@@ -67,7 +67,7 @@ def step_time(
     Args:
         flops: The flops of one device.
         traffic: The bytes that one device reads from and writes to its memory.
-        collectives: Those of the program, with their axes.
+        collectives: The collectives of the program, with their axes.
         mesh: The devices.
         hardware: The rates of one device.
         calibration: A factor for the complete step.
@@ -78,12 +78,10 @@ def step_time(
         rate = hardware.network_bandwidth if crosses_network(each, mesh) else hardware.link_bandwidth
         seconds = each.bytes_per_run / rate
         hidden, exposed = (hidden + seconds, exposed) if each.overlaps else (hidden, exposed + seconds)
-    busy = max(compute, memory)
+    busy, communication = max(compute, memory), hidden + exposed
     exposed += max(0.0, hidden - busy)
     total = (busy + exposed) * calibration
-    return StepTime(
-        compute, memory, hidden + exposed - max(0.0, hidden - busy), exposed, total, hardware.name, calibration
-    )
+    return StepTime(compute, memory, communication, exposed, total, hardware.name, calibration)
 
 
 def crosses_network(collective: Collective, mesh: Mesh) -> bool:

@@ -22,7 +22,7 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.values.state_sharding import state_leaves
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_GPU_FRACTION = 0.75  # of its memory that JAX reserves by default, XLA_PYTHON_CLIENT_MEM_FRACTION
+_DEFAULT_GPU_FRACTION = 0.75  # of its memory that JAX reserves without XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class MemoryPlan:
         temporaries: All other buffers: gradients, values between operations.
         code: The program itself.
         host: Bytes in the memory of the host, which are not in `total`.
-        total: What the step needs on a device.
-        limit: What a device has for it; None if it is unknown.
+        total: Bytes that the step needs on a device.
+        limit: Bytes that a device has for the step; None if they are unknown.
     """
 
     parameters: int
@@ -81,7 +81,7 @@ def argument_sizes(strategy: Strategy, state: PyTree, inputs: Sequence[PyTree]) 
 def compiled_memory(
     compiled: jax.stages.Compiled, sizes: dict[str, int], peak: Iterable[Buffer], limit: int | None
 ) -> MemoryPlan:
-    """Returns the memory of a compiled step. `sizes` are those of its arguments, `peak` its temporary buffers."""
+    """Returns the memory of a compiled step. `sizes` are the bytes of its arguments, `peak` its temporary buffers."""
     stats: Any = compiled.memory_analysis()
     arguments, temporary = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     outputs = max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
@@ -105,14 +105,22 @@ def compiled_memory(
 
 def refused_memory(error: BaseException, sizes: dict[str, int]) -> MemoryPlan | None:
     """Returns the memory of a step that the compiler refused because it does not fit; None if it has another reason."""
-    found = _total_and_limit(error)
-    if found is None:
+    total_and_limit = _total_and_limit(error)
+    if total_and_limit is None:
         return None
-    total, limit = found
-    known = sizes["parameters"] + sizes["optimizer"] + sizes["inputs"]
-    rest = max(0, total - known)
+    total, limit = total_and_limit
+    arguments = sizes["parameters"] + sizes["optimizer"] + sizes["inputs"]
     return MemoryPlan(
-        sizes["parameters"], sizes["optimizer"], sizes["inputs"], 0, 0, rest, 0, sizes["host"], max(total, known), limit
+        sizes["parameters"],
+        sizes["optimizer"],
+        sizes["inputs"],
+        outputs=0,
+        activations=0,
+        temporaries=max(0, total - arguments),
+        code=0,
+        host=sizes["host"],
+        total=max(total, arguments),
+        limit=limit,
     )
 
 
@@ -139,7 +147,7 @@ def memory_limit(device: Any) -> int | None:
         config = topology_of(device).gpu_target_config
         with open(str(config), encoding="utf-8") as file:
             size = re.search(r"device_memory_size:\s*(\d+)", file.read())
-        return int(int(size[1]) * _fraction()) if size else None
+        return int(int(size[1]) * _gpu_fraction()) if size else None
     with contextlib.suppress(Exception):  # not all platforms report it
         if limit := (device.memory_stats() or {}).get("bytes_limit"):
             return int(limit)
@@ -149,8 +157,8 @@ def memory_limit(device: Any) -> int | None:
     return int(hardware.memory) if hardware else None
 
 
-def _fraction() -> float:
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_FRACTION))
+def _gpu_fraction() -> float:
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _DEFAULT_GPU_FRACTION))
 
 
 @functools.cache
@@ -159,6 +167,6 @@ def _tpu_limit(device: Any) -> int | None:
     try:
         jax.jit(lambda x: x + 1).lower(shape).compile()
     except jax.errors.JaxRuntimeError as error:
-        found = _total_and_limit(error)
-        return found and found[1]
+        total_and_limit = _total_and_limit(error)
+        return total_and_limit and total_and_limit[1]
     return None

@@ -37,7 +37,7 @@ def write_page(plan: Any, path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def memory_chart(sizes: Sequence[Any]) -> str:
-    """Returns an SVG chart: one bar per number of devices, divided by what the memory contains, with the limit."""
+    """Returns an SVG chart: one bar per number of devices, divided by the contents of the memory, with the limit."""
     largest = max(max(size.memory.total, size.memory.limit or 0) for size in sizes) or 1
     scale = _CHART / largest
     rows = [_bar(size, i * _ROW, scale) for i, size in enumerate(sizes)]

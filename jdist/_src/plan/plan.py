@@ -20,11 +20,11 @@ from jdist._src.execution.program import Program
 from jdist._src.execution.traced import Traced
 from jdist._src.jaxpr.flops import matmul_flops
 from jdist._src.plan.buffers import Buffer, peak_buffers
-from jdist._src.plan.calibration import Calibration, calibrated, creates_state
+from jdist._src.plan.calibration import Calibration, creates_state, measured_calibration
 from jdist._src.plan.cost_model import StepTime, step_time
 from jdist._src.plan.memory import MemoryPlan, argument_sizes, compiled_memory, memory_limit, refused_memory
 from jdist._src.plan.remedies import Remedy, Variant, variants
-from jdist._src.plan.sizes import of_size, on_topology, scaled_inputs, scaled_state
+from jdist._src.plan.sizes import on_topology, scaled_inputs, scaled_state, with_num_devices
 from jdist._src.plan.traffic import memory_traffic
 from jdist._src.replica.gradients import GradientOptions, other_gradient_options
 from jdist._src.strategies.base import Strategy
@@ -51,7 +51,7 @@ class SizePlan:
         flops: The flops of the matrix products and convolutions of one step on one device.
         memory_traffic: Bytes that one device reads from and writes to its memory in one step.
         time: The time of a step according to a model; None if the hardware is unknown, or the program does not fit.
-        remedies: If it does not fit, what would make it fit, each variant compiled.
+        remedies: If it does not fit, variants that may fit, each compiled.
     """
 
     strategy: str
@@ -75,7 +75,7 @@ class SizePlan:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What a step needs on different numbers of devices. Tables when printed and in a notebook.
+    """The memory, collectives and time of a step on different numbers of devices. Tables when printed and in a notebook.
 
     Attributes:
         step: The name of the step.
@@ -206,8 +206,9 @@ def plan(
     calibration = None
     if calibrate is not None:
         case = case_of(calibrate)
-        calibration = calibrated(case.strategy, case.program(), state, case.inputs, _measurable(case, compiler_options))
-    planned = [_planned(case_of(other), state, limit, calibration, remedies, compiler_options) for other in sizes]
+        model = _time_model(case, compiler_options)
+        calibration = measured_calibration(case.strategy, case.program(), state, case.inputs, model)
+    planned = [_size_plan(case_of(other), state, limit, calibration, remedies, compiler_options) for other in sizes]
     return Plan(name, tuple(planned), calibration)
 
 
@@ -241,11 +242,11 @@ class _Compiled:
     Attributes:
         memory: Bytes per device.
         fits: Whether it fits.
-        flops: Per device.
-        traffic: Bytes per device.
-        collectives: Its collectives.
-        buffers: Its arguments and the temporaries at the peak, the largest first.
-        uses_gradients: Whether it reads the options of `other_gradient_options`.
+        flops: Flops per device.
+        traffic: Bytes that one device reads from and writes to its memory.
+        collectives: The collectives.
+        buffers: The arguments and the temporaries at the peak, the largest first.
+        uses_gradients: Whether the step reads the options of `other_gradient_options`.
         is_refused: Whether the compiler refused it because it does not fit.
     """
 
@@ -267,7 +268,7 @@ class _Compiled:
         return step_time(self.flops, self.traffic, self.collectives, strategy.mesh, hardware, factor)
 
 
-def _planned(
+def _size_plan(
     case: _Case,
     state: Any,
     limit: int | None,
@@ -324,7 +325,7 @@ def _compile(
         memory = dataclasses.replace(memory, limit=min(memory.limit or 0, limit) if limit else memory.limit)
         largest = tuple(sorted(arguments, key=lambda buffer: -buffer.bytes))
         return _Compiled(memory, False, flops, 0.0, (), largest, override.is_used, is_refused=True)
-    module = HloModule(_text_of(compiled))
+    module = HloModule(_hlo_text(compiled))
     peak = peak_buffers(module)
     memory = compiled_memory(compiled, sizes, peak, device_limit)
     fits = None if device_limit is None else memory.total <= device_limit
@@ -335,7 +336,7 @@ def _compile(
     return _Compiled(memory, fits, flops, memory_traffic(module), collectives, largest, override.is_used)
 
 
-def _text_of(compiled: jax.stages.Compiled) -> str:
+def _hlo_text(compiled: jax.stages.Compiled) -> str:
     """Returns the HLO text of a compiled program.
 
     Raises:
@@ -376,7 +377,7 @@ def _buffers_of_larger_device(case: _Case, options: Any) -> tuple[Buffer, ...]:
         return ()
 
 
-def _measurable(case: _Case, options: Any) -> Callable[[Hardware], StepTime]:
+def _time_model(case: _Case, options: Any) -> Callable[[Hardware], StepTime]:
     """Returns a function from the rates of the devices to the time of the step according to the model."""
     compiled = _compile(case, None, options)
     return lambda hardware: step_time(
@@ -409,7 +410,7 @@ def _as_list(over: Any, strategy: Strategy) -> list[Any]:
 
 
 def _strategy_of(strategy: Strategy, item: Any) -> Strategy:
-    return item if isinstance(item, Strategy) else of_size(strategy, as_int("A number in `over`", item, 1))
+    return item if isinstance(item, Strategy) else with_num_devices(strategy, as_int("A number in `over`", item, 1))
 
 
 def _state_for(state: Any, old: Strategy, new: Strategy) -> PyTree:

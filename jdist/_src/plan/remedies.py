@@ -1,4 +1,4 @@
-"""What makes a step fit: variants of the step and of the strategy, each compiled for the same devices."""
+"""Variants of a step that does not fit, and of its strategy, each compiled for the same devices."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jdist._src.core.tree import PyTree
-from jdist._src.plan.sizes import batch_for, with_batch
+from jdist._src.plan.sizes import batch_for, with_smaller_batch
 from jdist._src.replica.gradients import GradientOptions
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.sharded import ShardedStrategy
@@ -20,11 +20,11 @@ class Remedy:
     """A variant of a step, compiled for the same devices.
 
     Attributes:
-        name: What changes: `'ShardedStrategy("all")'`.
+        name: The change: `'ShardedStrategy("all")'`.
         fits: Whether the variant fits; None if it could not be compiled.
         total: Bytes per device.
         step_seconds: The time of the step according to the model; None if the hardware is unknown.
-        note: Why it was not compiled, or what else it means.
+        note: Why it was not compiled, or a further consequence of the change.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Variant(NamedTuple):
         name: See `Remedy`.
         strategy: Its strategy.
         inputs: Its inputs.
-        options: Options of its gradients, None for those of the step.
+        options: Options of its gradients, None for the options of the step.
         note: See `Remedy`.
     """
 
@@ -63,7 +63,7 @@ def variants(strategy: Strategy, inputs: Sequence[PyTree], uses_gradients: bool)
     """
     policy = "dots_with_no_batch_dims_saveable"
     recomputed = GradientOptions(remat=getattr(jax.checkpoint_policies, policy))
-    smaller = [(count, batch) for count in (2, 4, 8, 16) if (batch := with_batch(inputs, count)) is not None]
+    smaller = [(count, batch) for count in (2, 4, 8, 16) if (batch := with_smaller_batch(inputs, count)) is not None]
     if uses_gradients:
         remat = [Variant(f"remat=jax.checkpoint_policies.{policy}", strategy, inputs, recomputed)]
         parts = [Variant(f"micro_batches={n}", strategy, inputs, GradientOptions(micro_batches=n)) for n, _ in smaller]
@@ -91,6 +91,6 @@ def _sharded_variants(strategy: Strategy, inputs: Sequence[PyTree]) -> Iterator[
 
 
 def _data_mesh(mesh: Mesh) -> Mesh:
-    """Returns a mesh over the same devices, whose axes can be those of a batch."""
+    """Returns a mesh over the same devices, with names of axes that a batch can be split over."""
     names = ("data",) if len(mesh.axis_names) == 1 else tuple(f"data_{i}" for i in range(len(mesh.axis_names)))
     return Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)

@@ -13,7 +13,7 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.values.base import is_distributed
 
 
-def of_size(strategy: Strategy, count: int) -> Strategy:
+def with_num_devices(strategy: Strategy, count: int) -> Strategy:
     """Returns a strategy of the same class and options on `count` devices of the same kind.
 
     The mesh of a strategy with several axes grows or shrinks along its first axis.
@@ -26,7 +26,7 @@ def of_size(strategy: Strategy, count: int) -> Strategy:
     first = strategy.devices[0]
     if is_topology_device(first):
         return on_topology(strategy, topology_of(first).of_size(count))
-    return _on_devices(strategy, _attached(first, count))
+    return _on_devices(strategy, _attached_devices(first, count))
 
 
 def on_topology(strategy: Strategy, topology: Topology) -> Strategy:
@@ -57,7 +57,7 @@ def _on_devices(strategy: Strategy, devices: list[jax.Device]) -> Strategy:
     return type(strategy)(**arguments)
 
 
-def _attached(like: jax.Device, count: int) -> list[jax.Device]:
+def _attached_devices(like: jax.Device, count: int) -> list[jax.Device]:
     devices = jax.devices(like.platform)
     if count <= len(devices):
         return devices[:count]
@@ -92,7 +92,7 @@ def batch_for(inputs: Sequence[PyTree], new: Strategy) -> Sequence[PyTree]:
     )
 
 
-def with_batch(inputs: Sequence[PyTree], divisor: int) -> Sequence[PyTree] | None:
+def with_smaller_batch(inputs: Sequence[PyTree], divisor: int) -> Sequence[PyTree] | None:
     """Returns the shapes of inputs with a fraction of the examples per replica; None if the examples are not divisible."""
     items = filter(_is_per_replica, jax.tree.leaves(inputs, is_leaf=is_distributed))
     shapes = [leaf.shape for item in items for leaf in jax.tree.leaves(item)]

@@ -6,6 +6,7 @@ it runs. Values inside a fusion stay on the chip. A fusion that slices an operan
 
 from jdist._src.devices.hlo_text import HloModule, Instruction, device_sizes
 
+# Operations that move no bytes, or whose operations are counted one by one.
 _FREE = (
     "after-all",
     "bitcast",

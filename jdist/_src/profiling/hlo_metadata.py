@@ -1,7 +1,7 @@
 """Opcodes and source lines of the operations in a trace, from the HLO modules that the profiler stores in it.
 
-`jax.profiler.ProfileData` does not return the metadata of a plane, so they are read from the bytes of the trace. The numbers
-of the fields are from `xplane.proto` and `hlo.proto` of OpenXLA.
+`jax.profiler.ProfileData` does not return the metadata of a plane, so they are read from the bytes of the trace. Fields have
+the numbers of `xplane.proto` and `hlo.proto` of OpenXLA, which are listed at the end of this module.
 """
 
 import re
@@ -80,7 +80,7 @@ class HloModuleProto:
         self._computations = {_number(body, 5): body for body in computations}
         self._facts: dict[str, OperationFacts] = {}
 
-    def num_of(self, names: Iterable[str]) -> int:
+    def count_instructions(self, names: Iterable[str]) -> int:
         """Returns how many of `names` are instructions of the module."""
         return sum(name in self._instructions for name in names)
 
@@ -105,7 +105,7 @@ class HloModuleProto:
         return _text(metadata, 2), frame
 
 
-def facts_of_text(text: str) -> tuple[str, str]:
+def name_and_opcode(text: str) -> tuple[str, str]:
     """Returns the name and the opcode of an operation whose event is named by its HLO: `"%fusion.1 = f32[8] fusion(...)"`."""
     name, _, rest = text.removeprefix("%").partition(" = ")
     opcode = re.search(r"\s([a-z][a-z0-9-]*)\(", rest)
@@ -118,13 +118,13 @@ class _Frames:
     def __init__(self, index: memoryview):
         self._files, self._functions = ([bytes(name).decode() for name in _messages(index, n)] for n in (1, 2))
         self._lines, self._frames = list(_messages(index, 3)), list(_messages(index, 4))
-        self._found: dict[int, Frame | None] = {}
+        self._user_frames: dict[int, Frame | None] = {}
 
     def user_frame(self, number: int) -> Frame | None:
         """Returns the innermost frame of user code of the stack with this number, from 1."""
-        if number not in self._found:
-            self._found[number] = user_frame(list(self._stack(number)))
-        return self._found[number]
+        if number not in self._user_frames:
+            self._user_frames[number] = user_frame(list(self._stack(number)))
+        return self._user_frames[number]
 
     def _stack(self, number: int) -> Iterator[Frame]:
         while 0 < number <= len(self._frames):
@@ -134,7 +134,21 @@ class _Frames:
             number = _number(frame, 2)
 
 
-# Protocol buffers: https://protobuf.dev/programming-guides/encoding
+# Protocol buffers: https://protobuf.dev/programming-guides/encoding. The fields that are read, by their numbers:
+#
+# XSpace               planes 1
+# XPlane               name 2, event_metadata 4, stat_metadata 5 (both are maps: an entry has key 1 and value 2)
+# XEventMetadata       name 2, stats 5
+# XStatMetadata        name 2
+# XStat                metadata_id 1, uint64_value 3, int64_value 4, bytes_value 6
+# HloProto             hlo_module 1
+# HloModuleProto       computations 3, stack_frame_index 17
+# HloComputationProto  instructions 2, id 5
+# HloInstructionProto  name 1, opcode 2, metadata 7, called_computation_ids 38
+# OpMetadata           op_name 2, source_file 3, source_line 4, stack_frame_id 15
+# StackFrameIndexProto file_names 1, function_names 2, file_locations 3, stack_frames 4
+# FileLocation         file_name_id 1, function_name_id 2, line 3
+# StackFrame           file_location_id 1, parent_frame_id 2
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:

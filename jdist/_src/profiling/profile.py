@@ -191,7 +191,7 @@ class Profile:
         )
 
     def _of_all_processes(self, part: ProfileSummary) -> ProfileSummary:
-        """Returns the summary of all processes, given the one of this process; of this process only if others do not answer."""
+        """Returns the summary of all processes, given the part of this process; only this part if others post nothing."""
         if self._exchange is None:
             return part
         self._deadline = time.monotonic() + _OTHERS_SECONDS
@@ -214,7 +214,7 @@ class Profile:
         return merge_summaries(parts, jax.process_count())
 
     def _post_failure(self) -> None:
-        """Lets the other processes not wait for the part of this one."""
+        """Posts that this process has no part, so that the other processes do not wait for it."""
         if self._exchange is not None:
             with contextlib.suppress(RuntimeError):  # process 0, which holds the messages, has ended
                 self._exchange.post({"summary": None})
@@ -249,7 +249,7 @@ def _wait_for_devices(probes: Sequence[jax.Array]) -> None:
     A device runs its programs in order, so it has run them when it has run one for its array in `probes`.
     """
     with outside_mesh(), jax.disable_jit(False):
-        passed = [jdist_barrier(probe) for probe in probes]
-    for array in [*jax.live_arrays(), *passed]:
+        barriers = [jdist_barrier(probe) for probe in probes]
+    for array in [*jax.live_arrays(), *barriers]:
         with contextlib.suppress(Exception):  # it is raised where the array is used, or the array was donated
             array.block_until_ready()

@@ -9,6 +9,7 @@ The forms of the planes, as XLA writes them:
 """
 
 import collections
+import itertools
 import pathlib
 import re
 import warnings
@@ -22,7 +23,7 @@ from jdist._src.profiling.hlo_metadata import (
     NO_FACTS,
     HloModuleProto,
     OperationFacts,
-    facts_of_text,
+    name_and_opcode,
     read_modules,
     read_program_numbers,
 )
@@ -93,8 +94,8 @@ def read_trace(file: pathlib.Path) -> Trace:
     return trace
 
 
-class _Event(NamedTuple):
-    """An operation as its events name it.
+class _RawOperation(NamedTuple):
+    """An operation as the events name it, without the metadata of its program.
 
     Attributes:
         program: The name and the number of its program, `"jit_step(7)"`; each may be empty.
@@ -121,8 +122,8 @@ class _Reader:
 
     def __init__(self, modules: dict[str, HloModuleProto], program_numbers: dict[str, int]):
         self._modules, self._program_numbers = modules, program_numbers
-        self._operations: dict[str, dict[_Event, list[Interval]]] = {}
-        self._hosts: dict[str, list[Interval]] = {name: [] for name in ("compilation", "input", "dispatch")}
+        self._operations: dict[str, dict[_RawOperation, list[Interval]]] = {}
+        self._host_intervals: dict[str, list[Interval]] = {name: [] for name in ("compilation", "input", "dispatch")}
         self._block: tuple[Interval, int, int] | None = None
         self._examples: collections.Counter[int] = collections.Counter()
         self._first, self._last = None, 0
@@ -142,15 +143,15 @@ class _Reader:
                 return None
             self._block = (self._first, self._last), 0, 1
         names: dict[str, set[str]] = {}
-        for event in (event for events in self._operations.values() for event in events):
-            names.setdefault(event.program, set()).add(event.name)
+        for raw in itertools.chain.from_iterable(self._operations.values()):
+            names.setdefault(raw.program, set()).add(raw.name)
         modules = {program: self._module(program, names[program]) for program in names}
         operations: dict[str, dict[OperationKey, list[Interval]]] = {}
-        for device, events in self._operations.items():
-            for event, intervals in events.items():
-                if key := _key(event, *modules[event.program]):
+        for device, raw_operations in self._operations.items():
+            for raw, intervals in raw_operations.items():
+                if key := _key(raw, *modules[raw.program]):
                     operations.setdefault(device, {}).setdefault(key, []).extend(intervals)
-        return Trace(*self._block, operations, **self._hosts, examples=dict(self._examples))
+        return Trace(*self._block, operations, **self._host_intervals, examples=dict(self._examples))
 
     def _read_device(self, plane: Any, device: str) -> None:
         """Adds the operations of an accelerator."""
@@ -159,12 +160,14 @@ class _Reader:
                 is_async = line.name.startswith("Async")
                 for event in line.events:
                     number = self._program_numbers.get(event.name, "")
-                    self._add(device, event, _Event(f"({number})", *facts_of_text(event.name), is_async))
+                    self._add(device, event, _RawOperation(f"({number})", *name_and_opcode(event.name), is_async))
             elif line.name.startswith("Stream"):
                 for event in line.events:
                     stats, opcode = _stats(event), "nccl" * event.name.lower().startswith("nccl")
                     if "hlo_op" in stats or not event.name.lower().startswith(("memcpy", "memset")):
-                        self._add(device, event, _Event(_program(stats), stats.get("hlo_op") or event.name, opcode))
+                        self._add(
+                            device, event, _RawOperation(_program(stats), stats.get("hlo_op") or event.name, opcode)
+                        )
 
     def _read_host(self, plane: Any) -> None:
         """Adds the events of the host, and the operations of CPU devices."""
@@ -174,14 +177,14 @@ class _Reader:
                 if name.startswith(_SKIPPED):
                     continue
                 if name in _COMPILATION:
-                    self._hosts["compilation"].append(self._interval(event))
+                    self._host_intervals["compilation"].append(self._interval(event))
                 elif name.startswith("PjitFunction("):
-                    self._hosts["dispatch"].append(self._interval(event))
+                    self._host_intervals["dispatch"].append(self._interval(event))
                 elif name == profiler_annotations.INPUT:
-                    self._hosts["input"].append(self._interval(event))
+                    self._host_intervals["input"].append(self._interval(event))
                 elif name == profiler_annotations.COMPILE:
                     end = int(event.start_ns)
-                    self._hosts["compilation"].append((end - int(1e9 * float(_stats(event)["seconds"])), end))
+                    self._host_intervals["compilation"].append((end - int(1e9 * float(_stats(event)["seconds"])), end))
                 elif name == profiler_annotations.BLOCK:
                     stats = _stats(event)
                     self._block = self._interval(event), int(stats["process"]), int(stats["num_processes"])
@@ -193,7 +196,7 @@ class _Reader:
                     stats = _stats(event)
                     if "hlo_op" in stats:
                         device = f"cpu:{stats.get('device_ordinal', 0)}"
-                        self._add(device, event, _Event(_program(stats), stats["hlo_op"]))
+                        self._add(device, event, _RawOperation(_program(stats), stats["hlo_op"]))
 
     def _module(self, program: str, names: set[str]) -> tuple[str, HloModuleProto | None]:
         """Returns the name of a program, and the module that has most of the operations of these names.
@@ -203,7 +206,7 @@ class _Reader:
         """
         name = program.rpartition("(")[0]
         candidates = [each for each in self._modules if not name or each.rpartition("(")[0] == name]
-        rank = lambda each: (self._modules[each].num_of(names), each.endswith(program), each)
+        rank = lambda each: (self._modules[each].count_instructions(names), each.endswith(program), each)
         best = max(candidates, key=rank, default=None)
         if best is None or not rank(best)[0]:
             return name, None
@@ -216,23 +219,23 @@ class _Reader:
         self._last = max(self._last, end)
         return start, end
 
-    def _add(self, device: str, event: Any, operation: _Event) -> None:
+    def _add(self, device: str, event: Any, operation: _RawOperation) -> None:
         self._operations.setdefault(device, {}).setdefault(operation, []).append(self._interval(event))
 
 
-def _key(event: _Event, program: str, module: HloModuleProto | None) -> OperationKey | None:
+def _key(raw: _RawOperation, program: str, module: HloModuleProto | None) -> OperationKey | None:
     """Returns the key of an operation; None for one that is not counted.
 
     The operations in a loop, a branch or a call have events of their own. An asynchronous copy computes nothing.
     """
-    facts = module.facts(event.name) if module else NO_FACTS
-    opcode = facts.opcode or event.opcode
-    is_container = opcode in ("while", "conditional", "call") or (not opcode and _CONTAINER.fullmatch(event.name))
+    facts = module.facts(raw.name) if module else NO_FACTS
+    opcode = facts.opcode or raw.opcode
+    is_container = opcode in ("while", "conditional", "call") or (not opcode and _CONTAINER.fullmatch(raw.name))
     if is_container or program == "jit_jdist_barrier":  # of `jdist.profile`
         return None
     may_contain = opcode in ("", "fusion", "custom-call") or opcode.startswith("async-")
-    is_collective = bool(_COLLECTIVE.match(opcode) or (may_contain and _COLLECTIVE_NAME.search(event.name)))
-    return None if event.is_async and not is_collective else OperationKey(program, event.name, facts, is_collective)
+    is_collective = bool(_COLLECTIVE.match(opcode) or (may_contain and _COLLECTIVE_NAME.search(raw.name)))
+    return None if raw.is_async and not is_collective else OperationKey(program, raw.name, facts, is_collective)
 
 
 _SKIPPED = "ThreadpoolListener::", "end: ", "ThunkExecutor::"  # the most frequent events of a CPU

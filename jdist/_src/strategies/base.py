@@ -77,6 +77,7 @@ class Strategy(Uncopied):
         cluster_resolver: Describes the processes of the strategy, if it was created with one.
     """
 
+    @explains_arguments("base_strategy")
     def __init__(
         self,
         backend: Backend,
@@ -191,7 +192,7 @@ class Strategy(Uncopied):
             ...     mine = x * jdist.replica_id()
             ...     return {"mine": mine, "all": jdist.all_reduce("sum", mine)}
             >>> strategy.run(spread, (10,))
-            {'all': Array(10, dtype=int32), 'mine': PerReplica(int32[2])}
+            {'all': Array(10, dtype=int32), 'mine': PerReplica([ 0, 10], dtype=int32)}
         """
         if not isinstance(args, (tuple, list)):
             raise TypeError(f"`args` is a tuple of arguments, got {describe_type(args)}: write `run(fn, (value,))`.")

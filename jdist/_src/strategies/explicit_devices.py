@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jdist._src.cluster.traces import launched_process
+from jdist._src.cluster.detection import launched_process
 from jdist._src.core.jax_compat import has_backend
 from jdist._src.core.source_lines import levels_to_user, warn_at_caller
 

@@ -7,9 +7,9 @@ from typing import final
 import jax
 from jax.sharding import Mesh
 
+from jdist._src.cluster.detection import warn_of_unresolved_variables
 from jdist._src.cluster.resolution import resolve
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
-from jdist._src.cluster.traces import warn_of_unresolved_variables
 from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps
 from jdist._src.core.jax_compat import has_backend
 from jdist._src.core.tree import one_line

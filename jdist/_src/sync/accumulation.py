@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.finite import are_finite_on_all_replicas, select
 from jdist._src.replica.leaf_annotations import (
@@ -43,6 +44,7 @@ class EveryState(NamedTuple):
     opt_state: Any
 
 
+@explains_arguments()
 def every(optimizer: optax.GradientTransformation, steps: int) -> Policy:
     """Accumulates gradients: every `steps` steps, `optimizer` receives their mean; the updates of other steps are zero.
 
@@ -136,6 +138,7 @@ class SkipState(NamedTuple):
     opt_state: Any
 
 
+@explains_arguments()
 def skip_nonfinite(optimizer: optax.GradientTransformation) -> Policy:
     """Applies `optimizer`, except for steps in which a number is NaN or infinite on any replica: all replicas skip these.
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree
 from jdist._src.jaxpr.marks import READ_MARK, STALENESS_MARK
 from jdist._src.sync.policy import Policy, check_number, make_policy, policy_context, require_params
@@ -38,6 +39,7 @@ def scale_by_staleness() -> Policy:
     return make_policy(lambda params: (), update)
 
 
+@explains_arguments()
 def delay_compensation(*, strength: float = 0.04) -> Policy:
     """Corrects gradients for the change of the parameters since they were read. Put it between the mean and the optimizer.
 

@@ -18,6 +18,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree, dtype_and_shape, is_float, named_leaves, one_line
 from jdist._src.jaxpr import replication
 from jdist._src.jaxpr.marks import PSEUDO_GRADIENT_MARK
@@ -66,6 +67,7 @@ class LocalUpdatesState(NamedTuple):
     fragments: tuple[OuterStep, ...]
 
 
+@explains_arguments()
 def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
     """Local SGD: each replica updates its own parameters, which are averaged every `every` steps.
 
@@ -110,6 +112,7 @@ def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
     return _local_updates("local_sgd", optimizer, every)
 
 
+@explains_arguments()
 def diloco(
     optimizer: optax.GradientTransformation,
     outer_optimizer: optax.GradientTransformation | None = None,
@@ -148,6 +151,7 @@ def diloco(
     return _local_updates("diloco", optimizer, every, _outer_policies("diloco", outer_optimizer, reduction))
 
 
+@explains_arguments()
 def streaming_diloco(
     optimizer: optax.GradientTransformation,
     outer_optimizer: optax.GradientTransformation | None = None,

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.sync.accumulation import update_if_finite
@@ -20,6 +21,7 @@ from jdist._src.sync.policy import (
 _MAX_SCALE = 2.0**24  # if all gradients are zero, nothing else stops the growth
 
 
+@explains_arguments()
 def dynamic_loss_scale(
     optimizer: optax.GradientTransformation, *, initial: float = 2.0**15, interval: int = 2000, factor: float = 2.0
 ) -> Policy:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree, dtype_and_shape, is_float, named_leaves
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.error_feedback import CompressedMean, with_feedback
@@ -19,6 +20,7 @@ from jdist._src.sync.reduction import mean
 from jdist._src.values.reduce_op import ReduceOp
 
 
+@explains_arguments()
 def power_sgd(rank: int, *, fallback: optax.GradientTransformation | None = None, seed: int = 0) -> Policy:
     """Averages the gradients over the replicas, with each matrix sent as the product of two matrices of `rank` columns.
 

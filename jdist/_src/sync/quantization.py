@@ -10,6 +10,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jdist._src.collectives import ops
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree, is_float, one_line
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.precision import float_dtype
@@ -34,6 +35,7 @@ from jdist._src.sync.policy import (
 from jdist._src.sync.reduction import mean
 
 
+@explains_arguments()
 def in_dtype(dtype: Any, *, reduction: optax.GradientTransformation | None = None) -> Policy:
     """Rounds the gradients to `dtype`, reduces them by `reduction`, and converts the result to their own dtype.
 
@@ -84,6 +86,7 @@ def in_dtype(dtype: Any, *, reduction: optax.GradientTransformation | None = Non
     return make_policy(init, update)
 
 
+@explains_arguments()
 def int8(
     *,
     fallback: optax.GradientTransformation | None = None,

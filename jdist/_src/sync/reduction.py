@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jdist._src.collectives import cross_device_ops
 from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce, num_replicas_along
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.policy import Policy, stateless_policy, synchronous_context
@@ -51,6 +52,7 @@ def sum() -> Policy:  # noqa: A001  # `sync.sum`
     return stateless_policy("sum", lambda context, grads: context.all_reduce(ReduceOp.SUM, grads))
 
 
+@explains_arguments()
 def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
     """Averages the gradients in two levels: reduce-scatter within a group, all-reduce between groups, all-gather in the group.
 

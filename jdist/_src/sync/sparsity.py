@@ -11,6 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jdist._src.collectives import ops
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import is_float, one_line
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.error_feedback import CompressedMean, with_feedback
@@ -18,6 +19,7 @@ from jdist._src.sync.policy import Policy, check_number, check_transformation
 from jdist._src.sync.reduction import mean
 
 
+@explains_arguments()
 def top_k(fraction: float, *, fallback: optax.GradientTransformation | None = None) -> Policy:
     """Averages the largest entries of each replica's gradients, by magnitude; the other entries are sent later.
 

@@ -117,9 +117,8 @@ def _ulps(actual: Any, expected: Any) -> int | None:
         return None
     size = actual.dtype.itemsize
 
-    def position(
-        value: Any,
-    ) -> int:  # floats in ascending order are integers in ascending order, except for the sign bit
+    def position(value: Any) -> int:
+        # The bits of floats in ascending order are integers in ascending order, except for the sign bit.
         bits = int(np.asarray(value).view(f"u{size}"))
         magnitude = bits & ((1 << (8 * size - 1)) - 1)
         return -magnitude if bits >> (8 * size - 1) else magnitude
@@ -176,8 +175,8 @@ def _describe_copies(name: str, leaf: jax.Array) -> str:
 def _differences_between_processes(leaves: Sequence[tuple[str, jax.Array]]) -> list[str]:
     """Returns a sentence per replicated leaf whose bits differ between the processes. A collective of all processes."""
     replicated = [(name, leaf) for name, leaf in leaves if leaf.is_fully_replicated and not leaf.is_fully_addressable]
-    found = start_comparison([leaf for _, leaf in replicated]).differences()
-    different = {difference.leaf for _, difference in found}
+    differences = start_comparison([leaf for _, leaf in replicated]).differences()
+    different = {difference.leaf for _, difference in differences}
     return [
         f"{name} {dtype_and_shape(leaf)} is not replicated: its bits differ between the processes."
         for number, (name, leaf) in enumerate(replicated)

@@ -73,7 +73,7 @@ class DebugStrategy(Strategy):
     """Runs all replicas on one device, one operation at a time.
 
     A `breakpoint()` in a replica function stops with the values of all replicas. In pdb, `p x.val` prints an array that
-    varies for all replicas, `[replica, ...]`. Proof, errors and, up to rounding, results equal those of a
+    varies, for all replicas, `[replica, ...]`. Proof, errors and, up to rounding, results equal those of a
     `jdist.MirroredStrategy`. The state is not donated.
 
     Args:
@@ -86,6 +86,6 @@ class DebugStrategy(Strategy):
     """
 
     def __init__(self, replicas: int = 2):
-        map_linear_calls()  # of `global_loss`
+        map_linear_calls()  # `jdist.global_loss` contains one
         mesh = replica_mesh(jax.local_devices()[:1])
         super().__init__(DebugBackend(Replicas.from_mesh(mesh, replicas)), arguments={"replicas": replicas})

@@ -26,7 +26,7 @@ def inject_fault(
     """Lets a process fail when it calls a step, to test how a program and its launcher react.
 
     All processes call it, before their steps. Calls of all steps of `strategy.step`, `jdist.step` and a `Trainer` count, also
-    of its validation. A program that does not call this function pays nothing for it.
+    of its validation. The function has no cost for programs that do not call it.
 
     Args:
         process: The index of the process.
@@ -59,7 +59,6 @@ def inject_fault(
     stack = contextlib.ExitStack()
     if int(os.environ.get("JDIST_RESTARTS", "0")) != as_int("`attempt`", attempt, 0):
         return stack
-
     steps_before = activity.calls.steps
 
     def before_step(number: int) -> None:
@@ -77,7 +76,7 @@ def inject_fault(
 
 
 def _remove(before_step: Callable[[int], None]) -> None:
-    with contextlib.suppress(ValueError):  # it is removed
+    with contextlib.suppress(ValueError):  # it has been removed before
         activity.calls.before_step.remove(before_step)
 
 

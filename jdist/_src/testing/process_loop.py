@@ -20,7 +20,7 @@ from jdist._src.core.jax_compat import use_loopback_for_cpu_collectives
 from jdist._src.launch.child import end_with_parent
 from jdist._src.testing import process_values
 
-_NOT_SHOWN = (__file__, process_values.__file__, importlib.__file__)  # files whose frames are not part of a traceback
+_HIDDEN_FILES = (__file__, process_values.__file__, importlib.__file__)  # their frames are omitted from tracebacks
 
 
 def serve(settings: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ def serve(settings: dict[str, Any]) -> None:
     if settings["follow_parent"]:
         end_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # prints the stack of the main thread, after a timeout
-    sys.argv = [""]
+    sys.argv = [""]  # functions that parse arguments must not read the settings
     calls: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests, calls), daemon=True).start()
     folder, index = pathlib.Path(settings["folder"]), settings["index"]
@@ -71,7 +71,7 @@ def _serve_one(function: Callable[[], Any], call: int, folder: pathlib.Path, ind
         process_values.save_value(folder / f"{call}.{index}.npz", function())
     except BaseException as error:  # SystemExit too: the process continues with the next call
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename in _NOT_SHOWN:
+        while frames is not None and frames.tb_frame.f_code.co_filename in _HIDDEN_FILES:
             frames = frames.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
         (folder / f"{call}.{index}.error").write_text(text)

@@ -47,9 +47,7 @@ def _encode(value: Any, where: str, arrays: list[np.ndarray]) -> Any:
         return [type(value).__name__, *(_encode(item, f"{where}[{i}]", arrays) for i, item in enumerate(value))]
     array = _as_numpy(value, where)
     stored, dtype = array, None
-    if (
-        array.dtype.type.__module__ != "numpy"
-    ):  # such as bfloat16, which a file would hold without its name: store the bytes
+    if array.dtype.type.__module__ != "numpy":  # such as bfloat16: npz does not store the name of the dtype
         stored, dtype = array[..., None].view(np.uint8), array.dtype.name
     arrays.append(stored)
     return ["array", f"arr_{len(arrays)}", dtype]

@@ -25,7 +25,7 @@ _AFTER_ERROR_SECONDS = 10.0  # in which the other processes may return, after on
 _EXIT_SECONDS = 60.0
 _OUTPUT_CHARACTERS = 5000  # of each process in an error message
 # The child has the import path of this process, also where pytest extended it, before it imports jdist.
-_START = """
+_CHILD_PROGRAM = """
 import json, sys
 settings = json.loads(sys.argv[1])
 sys.path[:] = settings["path"]
@@ -90,14 +90,14 @@ def processes(count: int, *, devices_per_process: int = 1, timeout: float = 120.
             "follow_parent": threading.current_thread() is threading.main_thread(),
         }
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-        started = [stack.enter_context(_started({**settings, "index": i}, environment)) for i in range(count)]
+        started = [stack.enter_context(_started_process({**settings, "index": i}, environment)) for i in range(count)]
         group = Processes(started, pathlib.Path(name), timeout)
         group._wait(0, "the start of the process", started, timeout)
         try:
             yield group
             group._shut_down()
         finally:
-            group._has_ended = True
+            group._is_closed = True
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,8 +130,8 @@ class Processes:
     def __init__(self, started: Sequence[_Process], folder: pathlib.Path, timeout: float):
         self._processes, self._folder, self._timeout = started, folder, timeout
         self._calls = 0
-        self._ended = ""  # why they were ended
-        self._has_ended = False  # whether the block was left
+        self._end_reason = ""  # of an earlier call; empty while they run
+        self._is_closed = False  # whether the block was left
 
     def run(self, function: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
         """Calls a function in each process, and returns the result of each process.
@@ -166,8 +166,8 @@ class Processes:
         check_seconds("timeout", timeout)
         request = _as_json(function, arguments)
         self._check_block(f"`{function}` cannot run")
-        if self._ended:
-            raise RuntimeError(f"The processes were ended after an earlier call: {self._ended} Start new ones.")
+        if self._end_reason:
+            raise RuntimeError(f"The processes were ended after an earlier call: {self._end_reason} Start new ones.")
         called = [process for process in self._processes if process.state == "running"]
         if not called:
             raise RuntimeError(f"No process can run `{function}`: the test has stopped or killed all of them.")
@@ -177,7 +177,7 @@ class Processes:
         return self._wait(self._calls, f"`{function}`", called, timeout)
 
     def kill(self, index: int) -> None:
-        """Ends a process at once, with SIGKILL, as a host that fails. It has no effect on a process that has ended.
+        """Ends a process immediately, with SIGKILL, as a host that fails. It has no effect on a process that has ended.
 
         JAX ends the other processes some time after one has failed (about 100 seconds by default).
 
@@ -185,7 +185,7 @@ class Processes:
             index: The index of the process.
         """
         process = self._process(index)
-        process.state = "killed"  # before it ends, so that a call that is waiting for it knows
+        process.state = "killed"  # before its end, so that `_wait` does not report the end as a failure
         process.end()
 
     def stop(self, index: int) -> None:
@@ -224,7 +224,7 @@ class Processes:
         return len(self._processes)
 
     def _check_block(self, problem: str) -> None:
-        if self._has_ended:
+        if self._is_closed:
             raise RuntimeError(
                 f"{problem}: the processes ended with the block of `jdist.testing.processes`. Call it inside `with "
                 "jdist.testing.processes(...) as pair:`; a fixture of pytest needs `yield pair` in the block, not `return`."
@@ -244,7 +244,7 @@ class Processes:
         process.state = state
         os.kill(process.popen.pid, number)
 
-    def _wait(self, call: int, what: str, called: Sequence[_Process], timeout: float) -> list[Any]:
+    def _wait(self, call: int, subject: str, called: Sequence[_Process], timeout: float) -> list[Any]:
         """Returns the results of a call, or raises the errors of the processes that failed."""
         deadline = time.monotonic() + timeout
         returned: list[_Process] = []
@@ -256,16 +256,16 @@ class Processes:
                 process = next(p for p in waiting if p.notices == pipe)
                 notice = os.read(process.notices, 2**16)
                 if not notice and process.state == "running":
-                    self._raise_ended(process, what)
-                if str(call).encode() in notice.split():  # not a call that the process had when it was stopped
+                    self._raise_ended(process, subject)
+                if str(call).encode() in notice.split():  # not a call from before the process was stopped
                     returned.append(process)
                     if self._file(call, process, "error").exists():
                         failed.append(process)
                         deadline = min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
         if failed:
-            self._raise_failed(call, what, failed, waiting)
+            self._raise_failed(call, subject, failed, waiting)
         if waiting:
-            self._raise_timeout(what, waiting, timeout)
+            self._raise_timeout(subject, waiting, timeout)
         return [
             load_value(self._file(call, process, "npz")) if process in returned else None for process in self._processes
         ]
@@ -274,43 +274,43 @@ class Processes:
         return self._folder / f"{call}.{process.index}.{kind}"
 
     def _end_all(self, reason: str) -> None:
-        self._ended = reason
+        self._end_reason = reason
         for process in self._processes:
             process.end()
 
-    def _raise_ended(self, process: _Process, what: str) -> None:
+    def _raise_ended(self, process: _Process, subject: str) -> None:
         process.end()
         code = process.popen.returncode
         status = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-        reason = f"Process {process.index} of {len(self)} ended with {status} during {what}."
+        reason = f"Process {process.index} of {len(self)} ended with {status} during {subject}."
         self._end_all(reason)
         raise RuntimeError(f"{reason} {process.report()}")
 
-    def _raise_failed(self, call: int, what: str, failed: Sequence[_Process], waiting: Sequence[_Process]) -> None:
+    def _raise_failed(self, call: int, subject: str, failed: Sequence[_Process], waiting: Sequence[_Process]) -> None:
         indices_of: dict[str, list[int]] = {}
         for process in failed:
             indices_of.setdefault(self._file(call, process, "error").read_text(), []).append(process.index)
         message = "\n".join(
-            f"{what} raised an error on {processes_text(sorted(indices))} of {len(self)}:\n{text}"
+            f"{subject} raised an error on {processes_text(sorted(indices))} of {len(self)}:\n{text}"
             for text, indices in indices_of.items()
         )
         if waiting:
             indices = [process.index for process in waiting]
             reason = (
-                f"{what} had not returned on {processes_text(sorted(indices))} {_AFTER_ERROR_SECONDS:g} seconds after the "
+                f"{subject} had not returned on {processes_text(sorted(indices))} {_AFTER_ERROR_SECONDS:g} seconds after the "
                 f"error on process {failed[0].index}."
             )
             self._end_all(reason)
             message += f"\n{reason} All processes were ended."
         raise RuntimeError(message)
 
-    def _raise_timeout(self, what: str, waiting: Sequence[_Process], timeout: float) -> None:
+    def _raise_timeout(self, subject: str, waiting: Sequence[_Process], timeout: float) -> None:
         for process in waiting:  # prints the stack of its main thread
             os.kill(process.popen.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        time.sleep(0.5)  # until the stacks are in the output
         indices = [process.index for process in waiting]
         reason = (
-            f"{what} did not return within {timeout:g} seconds on {processes_text(sorted(indices))} of {len(self)}."
+            f"{subject} did not return within {timeout:g} seconds on {processes_text(sorted(indices))} of {len(self)}."
         )
         reports = "\n".join(process.report() for process in waiting)
         self._end_all(reason)
@@ -319,8 +319,8 @@ class Processes:
         )
 
     def _shut_down(self) -> None:
-        """Lets the processes end by themselves, as a program does at its last line, if the test left them in this state."""
-        if self._ended or any(process.state != "running" for process in self._processes):
+        """Requests the exit of the processes, and waits for it, unless the test has stopped or killed one of them."""
+        if self._end_reason or any(process.state != "running" for process in self._processes):
             return
         _send(self._processes, "exit")
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -334,7 +334,7 @@ class Processes:
 
 
 @contextlib.contextmanager
-def _started(settings: dict[str, Any], environment: dict[str, str]) -> Iterator[_Process]:
+def _started_process(settings: dict[str, Any], environment: dict[str, str]) -> Iterator[_Process]:
     """Starts one process, and ends it when the block is left."""
     index = settings["index"]
     output = pathlib.Path(settings["folder"]) / f"output_{index}.txt"
@@ -345,7 +345,7 @@ def _started(settings: dict[str, Any], environment: dict[str, str]) -> Iterator[
         with output.open("wb") as file:
             settings = {**settings, "requests": requests, "notices": notices}
             popen = start_child(
-                [sys.executable, "-u", "-c", _START, json.dumps(settings)],
+                [sys.executable, "-u", "-c", _CHILD_PROGRAM, json.dumps(settings)],
                 environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -372,7 +372,5 @@ def _as_json(function: str, arguments: Sequence[Any]) -> str:
 
 def _send(processes: Sequence[_Process], line: str) -> None:
     for process in processes:
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the process has ended, which is noticed where its result is awaited
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which `_wait` or `_shut_down` reports
             os.write(process.requests, f"{line}\n".encode())

@@ -18,13 +18,14 @@ from jdist._src.strategies.mirrored import MirroredStrategy
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.strategies.sharded import ShardedStrategy
 
-KINDS: dict[str, Callable[[list[jax.Device]], Strategy]] = {
+# By the kind in a name: creates a strategy on devices.
+_CONSTRUCTORS: dict[str, Callable[[list[jax.Device]], Strategy]] = {
     "one_device": lambda devices: OneDeviceStrategy(devices[0]),
     "mirrored": MirroredStrategy,
     "sharded": lambda devices: ShardedStrategy(mesh=Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))),
     "central": CentralStorageStrategy,
 }
-_NAME = re.compile(rf"({'|'.join(KINDS)})(?:_([1-9]\d*))?")
+_NAME_PATTERN = re.compile(rf"({'|'.join(_CONSTRUCTORS)})(?:_([1-9]\d*))?")
 
 
 def strategy(name: str) -> Strategy:
@@ -44,7 +45,7 @@ def strategy(name: str) -> Strategy:
     kind, count = _parse(name)
     if kind == "one_device":
         return OneDeviceStrategy(jax.local_devices()[0])
-    return KINDS[kind](jax.devices() if count is None else _local_devices(name, count))
+    return _CONSTRUCTORS[kind](jax.devices() if count is None else _local_devices(name, count))
 
 
 def strategies(*choices: str | Callable[[], Strategy]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -70,19 +71,19 @@ def strategies(*choices: str | Callable[[], Strategy]) -> Callable[[Callable[...
     """
     if not choices:
         raise ValueError(
-            f'`strategies()` needs at least one name. Write `strategies("one_device", "mirrored_2")`. {_LIST}'
+            f'`strategies()` needs at least one name. Write `strategies("one_device", "mirrored_2")`. {_NAMES_ADVICE}'
         )
     for choice in choices:
         if isinstance(choice, Strategy):
             raise TypeError(
-                f"Pass a function that returns the strategy, `strategies(lambda: {choice!r})`, or a name. {_LIST}"
+                f"Pass a function that returns the strategy, `strategies(lambda: {choice!r})`, or a name. {_NAMES_ADVICE}"
             )
         if not callable(choice):
             _parse(choice)
         elif inspect.isfunction(choice) and choice.__name__.startswith("test"):
             raise TypeError(
                 f"`@jdist.testing.strategies` is written without names above `{choice.__name__}`. Write "
-                f'`@jdist.testing.strategies("one_device", "mirrored_2")`. {_LIST}'
+                f'`@jdist.testing.strategies("one_device", "mirrored_2")`. {_NAMES_ADVICE}'
             )
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -103,7 +104,7 @@ def strategies(*choices: str | Callable[[], Strategy]) -> Callable[[Callable[...
                     f"`jdist.testing.strategies` does not work for the method {test.__name__} of a `unittest.TestCase`. Write "
                     "`@jdist.testing.variants(mirrored=2)` there."
                 )
-            current = start(strategy)
+            current = start_strategy(strategy)
             with current.scope():
                 test(*args, **({**kwargs, "strategy": current} if is_passed else kwargs))
 
@@ -116,20 +117,22 @@ def strategies(*choices: str | Callable[[], Strategy]) -> Callable[[Callable[...
     return decorate
 
 
-def start(choice: str | Callable[[], Strategy]) -> Strategy:
-    """Returns the strategy of one test, and sets the trace counters of chex to zero if chex is in use."""
+def start_strategy(choice: str | Callable[[], Strategy]) -> Strategy:
+    """Returns a new strategy for one test, and sets the trace counters of chex to zero if chex is imported."""
     if "chex" in sys.modules:
         sys.modules["chex"].clear_trace_counter()
     return choice() if callable(choice) else strategy(choice)
 
 
-_LIST = "A name is `one_device`, or `mirrored`, `sharded` or `central` with a number of devices, such as `mirrored_2`."
+_NAMES_ADVICE = (
+    "A name is `one_device`, or `mirrored`, `sharded` or `central` with a number of devices, such as `mirrored_2`."
+)
 
 
 def _parse(name: object) -> tuple[str, int | None]:
-    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    match = _NAME_PATTERN.fullmatch(name) if isinstance(name, str) else None
     if match is None or (match[1] == "one_device" and match[2]):
-        raise ValueError(f"Unknown strategy {one_line(name)}. {_LIST}")
+        raise ValueError(f"Unknown strategy {one_line(name)}. {_NAMES_ADVICE}")
     return match[1], int(match[2]) if match[2] else None
 
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.strategies.base import Strategy
-from jdist._src.testing.strategies import start
+from jdist._src.testing.strategies import start_strategy
 
 # pytest leaves the frames of this module out of the traceback of a failed assertion.
 __tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)
 
 
+@explains_arguments("variants")
 def variants(
     *,
     one_device: bool = False,
@@ -75,12 +77,12 @@ class VariantTests:
 
     def __iter__(self) -> Iterator[Callable[..., None]]:
         if not isinstance(self._test, Iterable):
-            yield from (_under(name, self._test, self._test.__name__) for name in self._names)
+            yield from (_run_under(name, self._test, self._test.__name__) for name in self._names)
             return
         for i, test in enumerate(self._test):
             is_named = getattr(test, "__x_use_name__", False)  # else `parameterized` numbers the tests
             yield from (
-                _under(name, test, test.__name__ if is_named else f"{test.__name__}{i}") for name in self._names
+                _run_under(name, test, test.__name__ if is_named else f"{test.__name__}{i}") for name in self._names
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,12 +118,12 @@ class Variant:
         return self._outer(run, **options) if self._outer else run
 
 
-def _under(strategy_name: str, test: Callable[..., None], test_name: str) -> Callable[..., None]:
+def _run_under(strategy_name: str, test: Callable[..., None], test_name: str) -> Callable[..., None]:
     """Returns `test` under a strategy, with the attributes by which `parameterized.TestCase` names a test."""
 
     @functools.wraps(test)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        strategy = start(strategy_name)
+        strategy = start_strategy(strategy_name)
         self.variant = Variant(strategy, vars(self).get("variant"))  # of `chex.variants`
         with strategy.scope():
             test(self, *args, **kwargs)

@@ -102,6 +102,7 @@ _CALLBACKS_ADVICE = (
 
 
 def _lines(value: Any) -> list[str]:
+    """Returns the texts that the processes compare: the value of a number or a string, the presence of another object."""
     if isinstance(value, _SCALARS):
         return [repr(value)]
     try:

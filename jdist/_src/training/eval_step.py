@@ -14,7 +14,7 @@ from jdist._src.core.errors import ReplicatedBatchWarning
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, has_dtype, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.devices.mesh import Replicas
-from jdist._src.jaxpr.batch_check import replicated_batch
+from jdist._src.jaxpr.batch_check import replicated_batch_message
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.metric_sums import clu_metric_types
@@ -41,6 +41,14 @@ class EvalStep(Generic[MetricsT, ValuesT]):
 
     Args:
         fn: The function of the user, for one replica.
+
+    Example:
+        >>> evaluate = jdist.eval_step(lambda w, x: {"error": abs(x - w)})
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     metrics = evaluate(0.5, strategy.split(np.float32([1, 2])))
+        >>> float(metrics["error"].compute())
+        1.0
     """
 
     __name__: str
@@ -206,7 +214,7 @@ def _warn_of_replicated_batch(replicas: Replicas, batch: PyTree) -> None:
         return
     names = [name for name, _ in named_leaves("batch", batch)]
     workers = "devices" if replicas.batch_axes else "replicas"
-    warn_once(replicated_batch(names, replicas.num_parts, workers), ReplicatedBatchWarning, place)
+    warn_once(replicated_batch_message(names, replicas.num_parts, workers), ReplicatedBatchWarning, place)
 
 
 def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Any:

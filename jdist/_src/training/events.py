@@ -13,6 +13,7 @@ from jdist._src.core.paths import absolute
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.history import History
+from jdist._src.training.history_columns import VALIDATION_PREFIX
 
 
 class Moment(enum.StrEnum):
@@ -69,7 +70,7 @@ class Event:
         stalled_fraction: The fraction of steps that had to wait for their batch, 0 to 1.
         total_steps: The number of steps after which training ends, if known.
         validation: The loss and the metrics of the validation data; empty except in VALIDATION and EPOCH events. With several
-            sets, the names begin with that of the set: `easy_loss`.
+            sets, the names begin with the name of the set: `easy_loss`.
         strategy: The strategy of the trainer.
         history: The rows and losses recorded so far.
         resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks,
@@ -80,6 +81,12 @@ class Event:
         ends_epoch: Whether the last step was the last of its epoch. After such a STEP event follows an EPOCH event.
         metric_names: The names in `logs` after a validation, if known in advance.
         validates: Whether a validation follows this STEP event, and after it a VALIDATION or an EPOCH event.
+
+    Example:
+        >>> def print_loss(event):
+        ...     if event.moment == "epoch":
+        ...         print(event.step, event.metrics["loss"])
+        >>> callbacks = [print_loss]
     """
 
     moment: Moment
@@ -110,10 +117,8 @@ class Event:
     def metrics(self) -> Mapping[str, float]:
         """The loss, the metrics and the norms since the last row of the history, exact over all examples since then.
 
-        With `tokens_per_second` and `mfu` if `fit` records them.
-
-        That is the epoch so far, or with `fit(validate_every=...)` the steps since the last validation or the end of the last
-        epoch. Every access reads them from the devices.
+        The last row is the end of the last epoch, or with `fit(validate_every=...)` the last validation if it is later.
+        `tokens_per_second` and `mfu` are included if `fit` records them. Every access reads the values from the devices.
 
         With several processes, reading them is a collective. In a STEP event, where possibly one process reads them, this is
         the last loss that was fetched.
@@ -123,7 +128,8 @@ class Event:
     @property
     def logs(self) -> dict[str, float]:
         """The entries of `metrics` and of `validation`, the latter with the prefix `val_`."""
-        return {**self.metrics, **{f"val_{name}": value for name, value in self.validation.items()}}
+        validation = {f"{VALIDATION_PREFIX}{name}": value for name, value in self.validation.items()}
+        return {**self.metrics, **validation}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +142,12 @@ class CallbackResult:
 
     Raises:
         TypeError: `stop_reason` is not a string.
+
+    Example:
+        >>> def stop_below(event):
+        ...     if event.moment == "epoch" and event.metrics["loss"] < 0.1:
+        ...         return jdist.callbacks.CallbackResult("The loss is below 0.1.")
+        >>> callbacks = [stop_below]
     """
 
     stop_reason: str | None = None
@@ -241,13 +253,8 @@ def as_callbacks(callbacks: Sequence[Callback | CallbackFunction]) -> list[Callb
     return sorted(adapted, key=lambda callback: callback.checkpointer is not None)
 
 
-_NAMES = (
-    "Callback",
-    "CSVLog",
-    "EarlyStopping",
-    "TensorBoard",
-    "TimeLimit",
-)  # of callbacks that Keras or Lightning have too
+# Names of callbacks that Keras or Lightning have too.
+_FOREIGN_NAMES = ("Callback", "CSVLog", "EarlyStopping", "TensorBoard", "TimeLimit")
 
 
 def _as_callback(callback: Any) -> Callback:
@@ -257,7 +264,7 @@ def _as_callback(callback: Any) -> Callback:
         name = f"the class {callback.__name__}: call it" if isinstance(callback, type) else one_line(callback)
         kind = type(callback).__name__
         hint = attribute_hint("jdist.callbacks", kind) or (
-            f"Write `jdist.callbacks.{kind}(...)`." if kind in _NAMES else ""
+            f"Write `jdist.callbacks.{kind}(...)`." if kind in _FOREIGN_NAMES else ""
         )
         raise TypeError(
             f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}. {hint}".rstrip()

@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.migration_hints import explains_attributes
-from jdist._src.core.rendering import facts_table, html_of, printable
+from jdist._src.core.rendering import facts_html, printable
 from jdist._src.core.tree import PyTree, is_named_tuple
 from jdist._src.execution.traced import Proof
 from jdist._src.strategies.description import Description
-from jdist._src.training.history import FACTS, History, format_value, row_name
+from jdist._src.training.history import History, format_value, row_name
+from jdist._src.training.history_columns import NON_METRIC_COLUMNS
 from jdist._src.training.report.page import write_report
 from jdist._src.training.state import TrainState, params_of
 from jdist._src.training.summary import Summary, summary
@@ -49,6 +49,18 @@ class Fit:
         proof: The result of the replication proof of the step; None if no step was taken.
         step_flops: The floating point operations of the matrix products and convolutions of a step, over all replicas, in the
             forward and the backward pass: the mean of the steps of this `fit`. None if they are unknown, or 0.
+
+    Example:
+        >>> trainer = jdist.Trainer(
+        ...     (lambda key, x: jnp.zeros(3), lambda w, x: x @ w),
+        ...     optax.sgd(0.1),
+        ...     optax.squared_error,
+        ...     strategy=jdist.OneDeviceStrategy("cpu:0"),
+        ... )
+        >>> x, y = np.ones((10, 3), np.float32), np.ones(10, np.float32)
+        >>> fit = trainer.fit((x, y), batch_size=5, progress="off")
+        >>> fit.steps, fit.stop_reason, fit.state.params.shape
+        (2, 'All requested steps were taken.', (3,))
     """
 
     state: TrainState
@@ -74,11 +86,11 @@ class Fit:
         facts = {"steps": f"{self.steps:,}", **self._last_metrics(), "stop reason": self.stop_reason}
         proof = {} if self.proof is None else {"proof": str(self.proof)}
         rows = {**facts, "state": describe_state(self.state), **proof}
-        return html_table("Fit", rows) + self.history._repr_html_()
+        return facts_html("Fit", rows) + self.history._repr_html_()
 
     def _last_metrics(self) -> dict[str, str]:
         row = self.history.rows[-1] if self.history.rows else {}
-        return {name: format_value(value) for name, value in row.items() if name not in FACTS}
+        return {name: format_value(value) for name, value in row.items() if name not in NON_METRIC_COLUMNS}
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_not_donated("pickled")
@@ -146,11 +158,6 @@ def describe_state(state: PyTree) -> str:
 def is_donated(state: PyTree) -> bool:
     """Returns whether the buffer of a leaf was donated to a step or deleted."""
     return any(is_device_array(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
-def html_table(title: str, facts: Mapping[str, str]) -> str:
-    """Returns an HTML table with a title and one row per fact."""
-    return html_of(facts_table(title, {name: printable(fact, 400) for name, fact in facts.items()}))
 
 
 def name_of(value: Any) -> str:

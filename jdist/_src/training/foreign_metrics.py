@@ -31,7 +31,7 @@ from jdist._src.replica.metrics import Metric
 from jdist._src.training.loss_adapters import TARGETS_FIRST, check_keras_backend, is_keras_metric
 
 _MASKS = frozenset(("mask", "sample_weight", "sample_weights"))  # jdist applies the weights itself
-_MAX_DELTAS = 2**24  # elements of the states of single examples in memory at once
+_MAX_DELTAS = 2**24  # elements of the states of single examples in memory at the same time
 _MAX_OPERATIONS = 5e6  # of the test with random inputs: about 0.1 seconds
 _TOLERANCE = 1e-5  # constants of the programs are rounded to float32
 
@@ -80,19 +80,23 @@ class ForeignMetric:
         return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
 
     def delta(self, arguments: Mapping[str, Any]) -> list[jax.Array]:
-        """Returns what an update adds to the leaves."""
+        """Returns the increments of the leaves by an update."""
         new = self.update(self.empty, **arguments)
         return [_wide(after) - _wide(before) for after, before in zip(new, self.empty, strict=True)]
 
     def check(self, delta: Callable[..., list[jax.Array]], update: Any, arrays: Sequence[Any]) -> bool:
-        """Raises ValueError if an update is not a sum over the examples of a batch.
-
-        Returns whether the sum over examples was tested: not for large arrays.
+        """Checks that an update adds the sum over the examples of a batch.
 
         Args:
-            delta: From the arguments that are arrays to what an update adds to the leaves.
+            delta: From the arguments that are arrays to the increments of the leaves.
             update: From leaves and these arguments to the new leaves.
             arrays: The shapes of these arguments for one example, without the dimension of the batch.
+
+        Returns:
+            Whether the sum over examples was tested: not for large arrays.
+
+        Raises:
+            ValueError: The update is not such a sum.
         """
         batch = lambda size: [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in arrays]
         jaxpr = open_jaxpr(jax.make_jaxpr(update)(list(self.empty), batch(1)))
@@ -115,21 +119,18 @@ class ForeignMetric:
             except TooLargeError:
                 return False
             for i, name in enumerate(self.leaf_names):
-                whole, parts = outputs[i], outputs[i + len(self.leaf_names)]
-                scale = max(np.abs(whole).max(initial=0), np.abs(parts).max(initial=0), 0.1)
+                of_batch, of_examples = outputs[i], outputs[i + len(self.leaf_names)]
+                scale = max(np.abs(of_batch).max(initial=0), np.abs(of_examples).max(initial=0), 0.1)
                 is_known = i not in unused and np.isfinite(scale)
-                if is_known and np.abs(whole - parts).max(initial=0) > _TOLERANCE * scale:
-                    columns = (
-                        ""
-                        if all(x.shape for x in arrays)
-                        else (
-                            " If it averages over the last dimension, as the means of Keras do, pass arguments [batch, 1]."
-                        )
+                if is_known and np.abs(of_batch - of_examples).max(initial=0) > _TOLERANCE * scale:
+                    advice = (
+                        "If it averages over the last dimension, as the means of Keras do, pass arguments [batch, 1]."
                     )
+                    hint = "" if all(x.shape for x in arrays) else f" {advice}"
                     raise ValueError(
-                        f"{self.name} is not a sum over examples: for three random examples, an update adds {_text(whole)} "
-                        f"to its state leaf {name!r}, and one update per example adds {_text(parts)}. So the value would "
-                        f"depend on the batch size and the number of replicas.{columns} {USE_A_SUM}"
+                        f"{self.name} is not a sum over examples: for three random examples, an update adds {_text(of_batch)} "
+                        f"to its state leaf {name!r}, and one update per example adds {_text(of_examples)}. So the value would "
+                        f"depend on the batch size and the number of replicas.{hint} {USE_A_SUM}"
                     )
         return True
 
@@ -148,7 +149,7 @@ class AdaptedMetric(Metric):
 
     Attributes:
         metric: The functions of the library.
-        sums: What the examples add to the leaves of the library's state, float32 or wider.
+        sums: The increments of the leaves of the library's state by the examples, float32 or wider.
     """
 
     metric: ForeignMetric = dataclasses.field(metadata={"static": True})
@@ -185,7 +186,7 @@ class AdaptedMetric(Metric):
         def update(state: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
             return self.metric.update(state, **arguments(arrays))
 
-        def one(example: Sequence[Any], weight: jax.Array) -> list[jax.Array]:
+        def weighted_delta(example: Sequence[Any], weight: jax.Array) -> list[jax.Array]:
             return [jnp.where(weight == 0, 0, weight * x) for x in delta([x[None] for x in example])]
 
         has_weights = not (weights is None or (isinstance(weights, np.ndarray) and (weights == 1).all()))
@@ -201,9 +202,9 @@ class AdaptedMetric(Metric):
         if self.metric.checked[key] and not has_weights:
             added = delta(examples)
         elif weights.size * sum(map(np.size, self.sums)) <= _MAX_DELTAS:
-            added = [x.sum(0) for x in jax.vmap(one)(examples, weights)]
+            added = [x.sum(0) for x in jax.vmap(weighted_delta)(examples, weights)]
         else:
-            add = lambda sums, example: ([a + b for a, b in zip(sums, one(*example), strict=True)], None)
+            add = lambda sums, example: ([a + b for a, b in zip(sums, weighted_delta(*example), strict=True)], None)
             added, _ = lax.scan(add, list(map(jnp.zeros_like, self.sums)), (examples, weights))
         # A count without weights is constant. A zero that depends on the data prevents a `RepeatedSumWarning` for its sum.
         zero = jnp.where(arrays[0] == arrays[0], 0.0, 0.0).sum()
@@ -385,6 +386,7 @@ def _of_keras(metric: Any, constants: Mapping[str, Any]) -> ForeignMetric:
     compute = lambda leaves: metric.stateless_result(list(leaves))
     empty = tuple(jnp.asarray(x.value if hasattr(x, "value") else x) for x in metric.stateless_reset_state())
     names = tuple(variable.path for variable in variables)
+    # The functions hold the metric, so no other object has its id as long as they exist.
     key = "keras", id(metric), _hashable(constants)
     return ForeignMetric(
         name, key, names, empty, update, compute, _parameters(metric.update_state) or ("y_true", "y_pred")

@@ -2,11 +2,11 @@
 
 The guard: a step whose loss or gradient is infinite or NaN changes nothing.
 
-The guard decides before the optimizer reads its state, and each new value is chosen where it is computed. So XLA fuses the
-choice into the pass that writes the state, and the guard costs one pass over the gradients, which the replicas share if the
-gradients are large. A choice after the update costs more than the update itself: XLA then stores both values, and reads them
-again. It is made only for an optimizer that reduces gradients or tests numbers itself, whose updates decide, because they show
-its result for the gradients.
+The test of the gradients precedes the update, and each new value of the state is chosen directly after its computation. So XLA
+fuses the choice into the pass that writes the state, and the guard costs one pass over the gradients, which the replicas share
+if the gradients are large. A choice after the update costs more than the update itself: XLA then stores both values, and reads
+them again. It is made only for an optimizer that reduces gradients or tests numbers itself: there the updates are tested,
+because they contain its result for the gradients.
 """
 
 import collections
@@ -72,7 +72,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Raises TypeError if `optimizer` is not an optax transformation."""
     if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         return
-    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", None)
+    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
     example = "optax.adamw(1e-3)"
     if isinstance(name, str) and callable(getattr(optax, name.lower(), None)):
         example = f"optax.{name.lower()}(1e-3)"
@@ -109,12 +109,12 @@ def gradient_step(
         non_finite: The treatment of a step that is not finite.
         has_failed: Whether an earlier step ended training.
         num_weighted: A tree of numbers `[]` of this replica that are reduced in the same message as the count, or None.
-        norms: Whether to compute the norms. They need no message of their own, unless the optimizer reduces gradients and
+        norms: Whether to compute the norms. They need no separate message, unless the optimizer reduces gradients and
             `non_finite` is "keep".
 
     Raises:
-        TypeError: The optimizer needs an unknown argument, its new state or that of the model has other leaves, or the state
-            before the step is that of another optimizer.
+        TypeError: The optimizer needs an unknown argument, its new state or the new model state has other leaves, or the
+            state before the step is the state of another optimizer.
     """
     options: Any = {"micro_batches": micro_batches, "weights": weights, "remat": remat}
     data = batch, weights, jnp.arange(micro_batches)
@@ -154,20 +154,22 @@ def _update_params(
     check_optimizer_state(optimizer, fields.opt_state, fields.params)
     calls: list[PyTree] = []
 
-    def stand_in(params: PyTree, obj_fn: Any = None, weight: Any = None) -> jax.Array:
+    def constant_loss(params: PyTree, obj_fn: Any = None, weight: Any = None) -> jax.Array:
         """Returns a number without collectives in place of the loss: the trace shows the collectives of the optimizer."""
         calls.append(params)
         return jnp.float32(0)
 
-    def traced(grads: PyTree, opt_state: PyTree, inputs: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, PyTree]:
+    def update_fn(
+        grads: PyTree, opt_state: PyTree, inputs: tuple[PyTree, jax.Array, jax.Array]
+    ) -> tuple[PyTree, PyTree]:
         params, loss, weight = inputs
-        extra_args = {"value": loss, "weight": weight, "value_fn": stand_in, "obj_fn": stand_in}
+        extra_args = {"value": loss, "weight": weight, "value_fn": constant_loss, "obj_fn": constant_loss}
         return _updates(optimizer, grads, opt_state, params, grad=grads, **extra_args)
 
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), totals.grads, fields.params)
     # The sum of the weights of all losses, by which `jdist.sync.every` averages steps.
     num_losses = jnp.float32(totals.num_losses * num_replicas())
-    update = _trace_update(traced, grads, fields.opt_state, (fields.params, totals.loss, num_losses))
+    update = _trace_update(update_fn, grads, fields.opt_state, (fields.params, totals.loss, num_losses))
     _, new_state = jax.tree.unflatten(update.treedef, [0] * update.treedef.num_leaves)
     check_same_leaves("opt_state", fields.opt_state, new_state, GROWING_OPTIMIZER_STATE)
     counts = totals.count, num_weighted
@@ -184,7 +186,9 @@ def _update_params(
         loss, grads = divide_by_count(loss, grads, count)
         norms, extra_args["grad"] = norms_of(read(grads)), grads
     else:
-        (loss, (count, num_weighted)), grads, is_finite = mean_over_replicas((totals.loss, counts), grads, update.reads)
+        (loss, (count, num_weighted)), grads, is_finite = mean_loss_and_grads(
+            (totals.loss, counts), grads, update.reads
+        )
         loss, grads = divide_by_count(loss, grads, count)
         is_finite &= are_finite(_gradient_factors(update, fields.opt_state))
         is_taken, inputs = is_finite & ~has_failed, (fields.params, loss, _weight(num_losses, count))
@@ -201,7 +205,7 @@ def _update_params(
         return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=norms)
     is_finite = jnp.isfinite(loss)
     if update.has_collectives:  # the updates of the replicas may differ, and the replicas have to agree
-        are_updates_finite, new_norms = _agree(updates, new_norms)
+        are_updates_finite, new_norms = _reduce_test_and_norms(updates, new_norms)
     else:
         are_updates_finite = are_finite(updates)
     is_finite, old = is_finite & are_updates_finite, (fields.params, fields.opt_state)
@@ -209,7 +213,7 @@ def _update_params(
     return GradientStep(loss, is_finite, params, opt_state, count, num_weighted, norms=[*norms, *new_norms])
 
 
-def _agree(updates: PyTree, norms: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+def _reduce_test_and_norms(updates: PyTree, norms: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
     """Returns whether the updates of all replicas are finite, and the means of the norms of the replicas, in one message."""
     if not norms:
         return are_finite_on_all_replicas(updates), norms
@@ -257,8 +261,7 @@ def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *
         raise TypeError(
             f"The optimizer needs another argument ({error}). A `Trainer` passes `value` and `grad`, the loss and its "
             "gradient, `value_fn` and `obj_fn`, functions from parameters to the loss, and `weight`, the sum of the weights of "
-            "the examples. For others write the step: "
-            "`Trainer(step=fn)`."
+            "the examples. For others write the step: `Trainer(step=fn)`."
         ) from error
 
 
@@ -266,7 +269,7 @@ class _UpdateJaxpr(NamedTuple):
     """The update function of an optimizer, traced for one replica.
 
     Attributes:
-        program: The closed jaxpr, from the leaves of gradients, state and parameters to those of updates and new state.
+        program: The closed jaxpr, from the leaves of gradients, state and parameters to the leaves of updates and new state.
         treedef: The structure of `(updates, new_state)`.
         num_grads: The number of leaves of the gradients.
         has_collectives: Whether it uses collectives over the replicas, as a policy of `jdist.sync` does.
@@ -281,7 +284,7 @@ class _UpdateJaxpr(NamedTuple):
 
     @property
     def reads(self) -> list[bool]:
-        """For each leaf of the gradients, whether the optimizer reads it. It does not read those of frozen parameters."""
+        """For each leaf of the gradients, whether the optimizer reads it: not the gradients of frozen parameters."""
         jaxpr = self.program.jaxpr
         read = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | set(map(id, jaxpr.outvars))
         return [id(variable) in read for variable in jaxpr.invars[: self.num_grads]]
@@ -371,10 +374,10 @@ def _gradient_factors(update: _UpdateJaxpr, opt_state: PyTree) -> list[jax.Array
     return list(factors.values())
 
 
-def mean_over_replicas(loss: PyTree, grads: PyTree, is_read: Sequence[bool]) -> tuple[PyTree, PyTree, jax.Array]:
+def mean_loss_and_grads(loss: PyTree, grads: PyTree, is_read: Sequence[bool]) -> tuple[PyTree, PyTree, jax.Array]:
     """Returns the means of loss and gradients over the replicas, and whether these are finite, bool `[]`; all replicated.
 
-    If the gradients that are reduced in messages of their own are large, the replicas share their test: each tests a part of
+    If the gradients that are reduced in separate messages are large, the replicas share their test: each tests a part of
     each array. The result is reduced with the loss and the small gradients, in a message that follows the others.
 
     Args:
@@ -382,7 +385,7 @@ def mean_over_replicas(loss: PyTree, grads: PyTree, is_read: Sequence[bool]) -> 
         grads: The gradients of this replica.
         is_read: For each leaf of the gradients, whether it is tested.
     """
-    context = require_replica_context("mean_over_replicas", "strategy.step")
+    context = require_replica_context("mean_loss_and_grads", "strategy.step")
     leaves, treedef = jax.tree.flatten(grads)
     packed_bytes = context.communication_options.bytes_per_pack or 0
     shares_test = context.num_replicas_in_sync > 1 and not context.virtual and packed_bytes > 0

@@ -9,7 +9,6 @@ import numpy as np
 
 from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.rendering import html_of, printable, text_of
-from jdist._src.training.report.charts import FACTS as FACTS
 from jdist._src.training.report.charts import chart_panels, draw_figure
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class History:
 
 
 def row_name(history: History) -> str:
-    """Returns what a row of the history is: an "epoch", or a "row" if there are several per epoch.
+    """Returns the noun for a row of the history: "epoch", or "row" if there are several per epoch.
 
     Example:
         >>> (

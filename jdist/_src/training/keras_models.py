@@ -37,7 +37,9 @@ def adapt_keras(model: Any) -> ModelFunctions:
     signature = CallSignature(model.call, 0)
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        values = {name: named_constant(_NAME.format(name), v.value) for name, v in zip(names, variables, strict=True)}
+        values = {
+            name: named_constant(_CONSTANT_NAME.format(name), v.value) for name, v in zip(names, variables, strict=True)
+        }
         return {name: values[name] for name in param_names}, {name: values[name] for name in state_names}
 
     def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
@@ -72,7 +74,7 @@ def adapt_keras(model: Any) -> ModelFunctions:
     return ModelFunctions(init, apply, rebuild)
 
 
-_NAME = "the weight `{}` of the Keras model (call `keras.utils.set_random_seed(seed)` before it is built)"
+_CONSTANT_NAME = "the weight `{}` of the Keras model (call `keras.utils.set_random_seed(seed)` before it is built)"
 
 
 def _names(model: Any, variables: Sequence[Any]) -> list[str]:
@@ -124,7 +126,7 @@ def _snake_case(name: str) -> str:
 
 
 def _check_names(model: Any, names: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Raises ValueError if a state has not the variables of the model."""
+    """Raises ValueError if a state does not have the variables of the model."""
     missing, unknown = (sorted(set(a) - set(b)) for a, b in ((names, values), (values, names)))
     if missing or unknown:
         raise ValueError(
@@ -164,9 +166,9 @@ def _without_padding(model: Any, weights: Any) -> Iterator[None]:
     if weights is None:
         yield
         return
-    # Sums over the numbers of an array, so the contribution of an example is that of its row.
-    sums_over_rows = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer.activity_regularizer, sums_over_rows)]
+    # Sums over the numbers of an array, to which the numbers of one example contribute only its own sum.
+    sums_over_examples = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer.activity_regularizer, sums_over_examples)]
     regularizers = [layer.activity_regularizer for layer in layers]
     mask = example_mask(weights)
     try:
@@ -179,11 +181,11 @@ def _without_padding(model: Any, weights: Any) -> Iterator[None]:
 
 
 def _masked_regularizer(regularizer: Callable[[Any], Any], mask: jax.Array, output: Any) -> Any:
-    """Returns the regularizer of the rows of `output` in the mask, scaled because Keras divides by the number of all rows."""
+    """Returns the regularizer of the examples in the mask, scaled because Keras divides by the number of all examples."""
     if output.ndim == 0 or len(output) != len(mask):
         return regularizer(output)
-    rows = jnp.where(mask.reshape(mask.shape + (1,) * (output.ndim - 1)) == 0, 0, output)
-    return regularizer(rows) * (len(mask) / jnp.maximum(mask.sum(), 1)).astype(output.dtype)
+    masked = jnp.where(mask.reshape(mask.shape + (1,) * (output.ndim - 1)) == 0, 0, output)
+    return regularizer(masked) * (len(mask) / jnp.maximum(mask.sum(), 1)).astype(output.dtype)
 
 
 def _copied(model: Any) -> Any:

@@ -27,12 +27,13 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
 from jdist._src.training.events import Callback, CallbackResult, Event, FunctionCallback, Moment
 from jdist._src.training.fit import Fit, is_donated
+from jdist._src.training.history_columns import VALIDATION_PREFIX
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import (
     StartPoint,
     describe_last_checkpoint,
     restore_callback_states,
-    restore_epoch_metrics,
+    restore_row_metrics,
     saved_callback_states,
     stateful_callbacks,
 )
@@ -46,7 +47,7 @@ from jdist._src.values.remote_array import materialize
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
 _INTERRUPTED = "Ctrl-C was pressed."
-_ALL_TAKEN = "All requested steps were taken."
+_ALL_STEPS_TAKEN = "All requested steps were taken."
 _UNCHANGED_ADVICE = "Look at the learning rate, at frozen parameters, and whether the loss depends on the parameters."
 _NOT_APPLIED = (
     "The gradients of the last {steps} were accumulated and not applied: the next update needs more steps. They are in "
@@ -100,7 +101,7 @@ class Loop:
         self._stateful_callbacks = stateful_callbacks(self.callbacks)
         if "callbacks" in start.resume_data:
             restore_callback_states(self._stateful_callbacks, start.resume_data["callbacks"])
-        metrics: Any = restore_epoch_metrics(self._empty_metrics(), start.resume_data.get("seen", ()))
+        metrics: Any = restore_row_metrics(self._empty_metrics(), start.resume_data.get("seen", ()))
         self._carry = TrainCarry(start.state, metrics, self.strategy.put(np.bool_(False)))
         self._first_step = self._step = self._row_first_step = int(step_of(start.state))
         self._last_validation = self._step
@@ -125,15 +126,15 @@ class Loop:
         return self._step
 
     def run(self, groups: Iterable[Sequence[DrawnBatch]]) -> Fit:
-        """Takes a call of the step per group of batches, and returns the result of training."""
-        with self._keeping_state(), interrupts_after_blocks() as interrupt:
+        """Calls the step once per group of batches, and returns the result of training."""
+        with self._raising_fit_errors(), interrupts_after_blocks() as interrupt:
             self._notify(Moment.START)
             intervals = [callback.step_interval_seconds for callback in self.callbacks]
             self._step_interval = min(intervals, default=math.inf)
             try:
                 for batches in groups:
                     with interrupt:
-                        self._take(batches)
+                        self._take_steps(batches)
                         self._validates = self._is_validation_due()
                         if self._is_step_event_due():
                             self._notify(Moment.STEP)
@@ -151,7 +152,7 @@ class Loop:
     def _empty_metrics(self) -> Any:
         return self.strategy.init(self.functions.empty_metrics)
 
-    def _take(self, batches: Sequence[DrawnBatch]) -> None:
+    def _take_steps(self, batches: Sequence[DrawnBatch]) -> None:
         self._carry, outcome = self.call_step(self._carry, batches)
         self._recorder.add_call(self._step + 1, self._position, self._examples, batches, outcome)
         last = batches[-1]
@@ -204,7 +205,7 @@ class Loop:
                 **{name: count for name, count in self._recorder.row_counts._asdict().items() if count},
                 **({} if rate is None else {"learning_rate": rate}),
                 **self._row_metrics,
-                **{f"val_{name}": value for name, value in validation.items()},
+                **{f"{VALIDATION_PREFIX}{name}": value for name, value in validation.items()},
             }
         )
         self._carry = dataclasses.replace(self._carry, metrics=self._empty_metrics())
@@ -272,7 +273,7 @@ class Loop:
         is_unchanged = (
             steps and self._first_params is not None and self._first_params == param_digest(self._carry.state)
         )
-        if not is_unchanged or reason != _ALL_TAKEN:
+        if not is_unchanged or reason != _ALL_STEPS_TAKEN:
             yield reason
         if is_unchanged:
             yield f"No parameter changed in {steps:,} steps."
@@ -292,7 +293,7 @@ class Loop:
             return f"The data ended after {self._step} of {requested_steps} steps."
         if requested_steps is not None and 0 < self._first_step == self._step:
             return no_step_message(requested_steps, self._first_step)
-        return _ALL_TAKEN
+        return _ALL_STEPS_TAKEN
 
     def _check_failure(self, failure: NonFiniteStep | None) -> None:
         """Stops at a step that is not finite, if configured. The step function rejected all steps from there on."""
@@ -308,7 +309,7 @@ class Loop:
         if not self.callbacks:
             return
         event = self._event(moment, validation or {})
-        results = [_checked(callback, callback(event), self._carry.state) for callback in self.callbacks]
+        results = [_checked_result(callback, callback(event), self._carry.state) for callback in self.callbacks]
         for result in filter(None, results):
             if result.state is not None:
                 if self._are_all_processes:  # they compare the values in their next agreement
@@ -344,7 +345,9 @@ class Loop:
         if self._step == self._row_first_step:
             return self._row_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
-            return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
+            return (
+                self._recorder.last_values
+            )  # reading the metrics is a collective, and possibly one process reads them
         if self.functions.outcome_names:
             self._check_failure(self._recorder.fetch())
         rates = self._totals().rates_since(self._row_start, self.peak_flops)
@@ -369,8 +372,8 @@ class Loop:
         }
 
     @contextlib.contextmanager
-    def _keeping_state(self) -> Iterator[None]:
-        """Raises errors as `FitError` with the current state; finally closes the callbacks."""
+    def _raising_fit_errors(self) -> Iterator[None]:
+        """Raises errors in the block as `FitError` with the current state; closes the callbacks at its end."""
         try:
             yield
         except Exception as error:
@@ -436,7 +439,7 @@ def _is_lost(state: PyTree, error: Exception) -> bool:
     return False
 
 
-def _checked(callback: Callback, result: Any, state: PyTree) -> CallbackResult | None:
+def _checked_result(callback: Callback, result: Any, state: PyTree) -> CallbackResult | None:
     """Returns the result of a callback, or raises TypeError if it cannot be one after `state`."""
     if result is None:
         return None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 # Keras passes the targets first. Its functions, and functions written for it, use these parameter names.
 TARGETS_FIRST = {("y_true", "y_pred"), ("target", "output")}
-_calls_keras_loss = threading.RLock()  # held while the reduction of a Keras loss is replaced
+_keras_loss_lock = threading.RLock()  # held while the reduction of a Keras loss is replaced
 
 
 def adapt_loss(loss: Any) -> Any:
@@ -87,7 +87,7 @@ def _per_example(loss: Any) -> Callable[[Any, Any], Any]:
 
     def losses(targets: Any, outputs: Any) -> Any:
         # The object itself is called. A copy goes through `get_config`, and has only the attributes that it returns.
-        with _calls_keras_loss:
+        with _keras_loss_lock:
             reduction, loss.reduction = loss.reduction, None
             try:
                 result = loss(targets, outputs)

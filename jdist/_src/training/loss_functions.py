@@ -80,7 +80,7 @@ def split_result(result: Any, takes_array_as_aux: bool) -> tuple[Any, Any, PyTre
 
 
 def weighted_losses(name: str, losses: Any, weights: Any, example_weights: Any) -> WeightedLosses:
-    """Returns losses with the weights that `name` returned, multiplied by those of their examples.
+    """Returns losses with the weights that `name` returned, multiplied by the weights of their examples.
 
     Raises:
         TypeError: The weights are not an array of numbers.

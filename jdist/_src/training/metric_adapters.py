@@ -18,24 +18,24 @@ from jdist._src.training.foreign_metrics import (
     metrics_of_collection,
     takes_targets_first,
 )
-from jdist._src.training.history import FACTS
+from jdist._src.training.history_columns import NON_METRIC_COLUMNS, VALIDATION_PREFIX
 from jdist._src.training.loss_adapters import adapt_loss
 
-_RESERVED_NAMES = ("loss", "examples", *FACTS)  # the other entries of a history row or an `evaluate` result
-_CLASSES = {
+# The other entries of a row of the history, or of a result of `evaluate`.
+_RESERVED_NAMES = ("loss", "examples", *NON_METRIC_COLUMNS)
+# For messages: the classes of `jdist.metrics` for names that Keras accepts.
+_METRIC_CLASSES = {
     "accuracy": "Accuracy",
     "mae": "MeanAbsoluteError",
     "mean_absolute_error": "MeanAbsoluteError",
     "mean_squared_error": "MeanSquaredError",
     "mse": "MeanSquaredError",
 }
-
-
 PackedMetrics: TypeAlias = dict[str, jax.Array]  # by the name of their dtype: vectors of sums
 
 
-class MetricAdapter(NamedTuple):
-    """A metric, and the function that computes its arguments.
+class TrainerMetric(NamedTuple):
+    """A metric of a `Trainer`, and the function that computes its arguments.
 
     Attributes:
         empty: The metric of no examples.
@@ -46,7 +46,7 @@ class MetricAdapter(NamedTuple):
     arguments: Callable[[PyTree, PyTree], Any]
 
 
-def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricAdapter]:
+def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, TrainerMetric]:
     """Returns the metrics of a user by name.
 
     Args:
@@ -67,17 +67,20 @@ def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricA
             f"`metrics` must be a dict from names to metrics, got {one_line(metrics)}. Write `metrics={_example(metrics)}`."
         )
     reserved = [
-        name for name in metrics if not isinstance(name, str) or name in _RESERVED_NAMES or name.startswith("val_")
+        name
+        for name in metrics
+        if not isinstance(name, str) or name in _RESERVED_NAMES or name.startswith(VALIDATION_PREFIX)
     ]
     if reserved:
         raise ValueError(
-            f"A metric has the name {reserved[0]!r}. Reserved are {', '.join(_RESERVED_NAMES)} and names that start with val_."
+            f"A metric has the name {reserved[0]!r}. Reserved are {', '.join(_RESERVED_NAMES)} and names that start with "
+            f"{VALIDATION_PREFIX}."
         )
     return {name: _adapt_metric(name, metric, is_of_outputs) for name, metric in metrics.items()}
 
 
 def batch_metrics(
-    metrics: Mapping[str, MetricAdapter],
+    metrics: Mapping[str, TrainerMetric],
     losses: jax.Array,
     outputs: PyTree,
     targets: PyTree,
@@ -92,23 +95,23 @@ def batch_metrics(
         outputs: The outputs, or the auxiliary values of an objective or a step.
         targets: The targets, or the batch.
         weights: The weights of the examples.
-        loss_weights: The weights of the losses, by default `weights`: also those of the metrics whose values have their
-            dimensions.
+        loss_weights: The weights of the losses, by default `weights`. Metrics whose values have their dimensions use them
+            too.
     """
     updated: dict[str, Metric] = {
         "loss": Mean().update(losses, weights=weights if loss_weights is None else loss_weights)
     }
-    for name, adapter in metrics.items():
+    for name, metric in metrics.items():
         # With weights, also those that XLA removes, a metric of another number of values is an error.
-        ones = np.ones(len(losses), np.float32) if isinstance(adapter.empty, AdaptedMetric) else jnp.ones(len(losses))
+        ones = np.ones(len(losses), np.float32) if isinstance(metric.empty, AdaptedMetric) else jnp.ones(len(losses))
         try:
-            arguments = adapter.arguments(outputs, targets)
+            arguments = metric.arguments(outputs, targets)
             has_loss_weights = loss_weights is not None and all(
                 jnp.shape(x)[: loss_weights.ndim] == loss_weights.shape for x in jax.tree.leaves(arguments)
             )
-            chosen = loss_weights if has_loss_weights else ones if weights is None else weights
+            metric_weights = loss_weights if has_loss_weights else ones if weights is None else weights
             args, kwargs = ((), arguments) if isinstance(arguments, Mapping) else (arguments, {})
-            updated[name] = adapter.empty.update(*args, weights=chosen, **kwargs)  # type: ignore[attr-defined]
+            updated[name] = metric.empty.update(*args, weights=metric_weights, **kwargs)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as error:
             error.add_note(
                 f"In the metric {name!r}, of outputs {describe_tree(outputs)} and targets {describe_tree(targets)}."
@@ -116,8 +119,8 @@ def batch_metrics(
             raise
     empty = empty_metrics(metrics)
     sums = jax.tree.map(lambda a, b: jnp.asarray(b).astype(jnp.result_type(a, b)), empty, updated)
-    for name, metric in sums.items():
-        before, after = describe_tree(empty[name], 1000), describe_tree(metric, 1000)
+    for name, value in sums.items():
+        before, after = describe_tree(empty[name], 1000), describe_tree(value, 1000)
         if before != after:
             raise ValueError(
                 f"The metric {name!r} is {before} without examples, and {after} with a batch. The shapes and the dtypes of its "
@@ -126,9 +129,9 @@ def batch_metrics(
     return sums
 
 
-def empty_metrics(metrics: Mapping[str, MetricAdapter]) -> dict[str, Metric]:
+def empty_metrics(metrics: Mapping[str, TrainerMetric]) -> dict[str, Metric]:
     """Returns the loss and the metrics of no examples."""
-    empty = {"loss": Mean(), **{name: adapter.empty for name, adapter in metrics.items()}}
+    empty = {"loss": Mean(), **{name: metric.empty for name, metric in metrics.items()}}
     return jax.tree.map(jnp.asarray, empty)
 
 
@@ -181,25 +184,25 @@ def _example(metrics: Any) -> str:
     """Returns the dict to write instead of a list of names or metrics."""
     entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]
     names = [entry.lower() if isinstance(entry, str) else type(entry).__name__.lower() for entry in entries]
-    known_names = [name for name in names if name in _CLASSES] or ["accuracy"]
-    return "{" + ", ".join(f'"{name}": jdist.metrics.{_CLASSES[name]}()' for name in known_names) + "}"
+    known_names = [name for name in names if name in _METRIC_CLASSES] or ["accuracy"]
+    return "{" + ", ".join(f'"{name}": jdist.metrics.{_METRIC_CLASSES[name]}()' for name in known_names) + "}"
 
 
-def _adapt_metric(name: str, metric: Any, is_of_outputs: bool) -> MetricAdapter:
+def _adapt_metric(name: str, metric: Any, is_of_outputs: bool) -> TrainerMetric:
     if is_foreign_metric(metric):
         metric = _adapt_foreign(name, metric)
         if is_of_outputs and takes_targets_first(metric):
-            return MetricAdapter(metric, lambda outputs, targets: (targets, outputs))
+            return TrainerMetric(metric, lambda outputs, targets: (targets, outputs))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and is_foreign_metric(metric[0]):
         metric = _adapt_foreign(name, metric[0]), metric[1]
     if isinstance(metric, Metric) and not is_of_outputs:
-        return MetricAdapter(metric, functools.partial(_auxiliary_arguments, name))
+        return TrainerMetric(metric, functools.partial(_auxiliary_arguments, name))
     if isinstance(metric, Metric):
-        return MetricAdapter(metric, lambda outputs, targets: (outputs, targets))
+        return TrainerMetric(metric, lambda outputs, targets: (outputs, targets))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and isinstance(metric[0], Metric) and callable(metric[1]):
-        return MetricAdapter(metric[0], functools.partial(_checked_arguments, name, metric[1]))
+        return TrainerMetric(metric[0], functools.partial(_checked_arguments, name, metric[1]))
     if callable(metric) and not isinstance(metric, type):
-        return MetricAdapter(Mean(), functools.partial(_checked_values, name, adapt_loss(metric)))
+        return TrainerMetric(Mean(), functools.partial(_checked_values, name, adapt_loss(metric)))
     got = f"the class {metric.__name__}: call it" if isinstance(metric, type) else one_line(metric)
     raise TypeError(
         f"The metric {name!r} must be a metric of jdist, flax.nnx, clu, metrax or Keras, a pair of a metric and a function "

@@ -168,9 +168,8 @@ def _adapt_haiku(model: Any) -> ModelFunctions:
     """`hk.transform(fn)`, and `hk.transform_with_state(fn)` if `model` has a state."""
     has_state = type(model).__name__ == "TransformedWithState"
     signature = CallSignature(model.init, 1)
-    takes_key = (
-        "rng" in list(inspect.signature(model.apply).parameters)[: 2 + has_state]
-    )  # not after `without_apply_rng`
+    # `hk.without_apply_rng` removes the parameter.
+    takes_key = "rng" in list(inspect.signature(model.apply).parameters)[: 2 + has_state]
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = signature.arguments(inputs)

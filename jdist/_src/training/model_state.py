@@ -61,14 +61,14 @@ def update_model_state(
         has_weights = micro_batches > 1 and weights is not None  # which differ between replicas
         varies = [one and (differs or has_weights) for one, differs in zip(varies, may_differ, strict=True)]
     new_leaves = jax.tree.leaves(new if micro_batches == 1 else _mean_over_micro_batches(new, weights, micro_batches))
-    kept = [
+    updated_leaves = [
         before if unchanged else jnp.asarray(after).astype(before.dtype)
         for before, after, unchanged in zip(old_leaves, new_leaves, is_unchanged, strict=True)
     ]
-    return results, treedef.unflatten(kept), varies
+    return results, treedef.unflatten(updated_leaves), varies
 
 
-def mean_over_replicas(model_state: PyTree, varies: Sequence[bool], weights: Any) -> PyTree:
+def mean_model_state(model_state: PyTree, varies: Sequence[bool], weights: Any) -> PyTree:
     """Returns the model state with the leaves that vary averaged over the replicas, weighted by examples."""
     leaves, treedef = jax.tree.flatten(model_state)
     indices = [i for i, one in enumerate(varies) if one]

@@ -15,7 +15,7 @@ from jdist._src.replica.losses import WeightedLosses
 from jdist._src.replica.metrics import Metric
 from jdist._src.replica.precision import Precision
 from jdist._src.training.loss_functions import split_result, weighted_losses
-from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses
+from jdist._src.training.metric_adapters import TrainerMetric, batch_metrics, check_losses
 from jdist._src.training.model_functions import ModelFunctions, ModelLosses, ModelResult, as_inputs, example_mask
 
 
@@ -61,7 +61,7 @@ class Objective:
     model: ModelFunctions
     loss: Any
     fn: Callable[..., Any] | None
-    metrics: Mapping[str, MetricAdapter]
+    metrics: Mapping[str, TrainerMetric]
     precision: Precision | None
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Objective:
         *,
         element: PyTree,
         all_weights: Any = None,
-        parts: int = 1,
+        micro_batches: int = 1,
     ) -> BatchResult:
         """Computes losses and metrics.
 
@@ -119,7 +119,7 @@ class Objective:
             weights: The weights of the examples.
             element: The element of the data, for error messages.
             all_weights: The weights of all micro-batches of the replica, by default `weights`.
-            parts: The number of micro-batches.
+            micro_batches: The number of micro-batches.
         """
         num_examples, loss_weights = len(jax.tree.leaves(batch)[0]), None
         model = _ModelCalls(self, model_state, key, train, weights)
@@ -141,16 +141,16 @@ class Objective:
             raise
         if loss_weights is None:
             all_weights = weights if all_weights is None else all_weights
-            losses = _with_model_losses(losses, model.losses, weights, all_weights, parts)
+            losses = _with_model_losses(losses, model.losses, weights, all_weights, micro_batches)
             return BatchResult(losses, batch_metrics(self.metrics, losses, *measured, weights), model.state)
         weighted = weighted_losses(name, losses, loss_weights, weights)
-        if any(model.losses) and parts > 1:
+        if any(model.losses) and micro_batches > 1:
             raise ValueError(
                 "The objective returns weights of its losses, and the model adds losses, which is not supported with "
                 "`micro_batches`: the weights of the other micro-batches are not known. Use `micro_batches=1`, or pass the "
                 "weights as data, `(inputs, targets, weights)`, with `loss=`."
             )
-        losses = _with_model_losses(losses, model.losses, weighted.weights, weighted.weights, parts)
+        losses = _with_model_losses(losses, model.losses, weighted.weights, weighted.weights, micro_batches)
         metrics = batch_metrics(self.metrics, losses, *measured, weights, weighted.weights)
         return BatchResult(WeightedLosses(losses, weighted.weights), metrics, model.state)
 
@@ -250,11 +250,13 @@ def _check_objective(fn: Any) -> None:
         ) from None
 
 
-def _with_model_losses(losses: jax.Array, added: ModelLosses, weights: Any, all_weights: Any, parts: int) -> jax.Array:
+def _with_model_losses(
+    losses: jax.Array, added: ModelLosses, weights: Any, all_weights: Any, micro_batches: int
+) -> jax.Array:
     """Returns `losses` plus a number that adds the losses of the model to the weighted mean over all examples.
 
-    In that mean, the number has the weight of this part: the sum of its weights. The losses of a model count each example once,
-    unless its weight is 0.
+    In that mean, the number has the weight of this micro-batch: the sum of its weights. The losses of a model count each
+    example once, unless its weight is 0.
     """
     if not any(added):
         return losses
@@ -264,7 +266,7 @@ def _with_model_losses(losses: jax.Array, added: ModelLosses, weights: Any, all_
     mean = sum((of_examples(value, jnp.mean) for value in added.means), jnp.float32(0))
     total = sum((of_examples(value, jnp.sum) for value in added.sums), jnp.float32(0)) * num_replicas()
     if weights is None:
-        return losses + (mean / num_examples + total * parts).astype(losses.dtype)
+        return losses + (mean / num_examples + total * micro_batches).astype(losses.dtype)
     weight = jnp.sum(weights)
     mean_weight, mean_count = all_reduce("mean", (jnp.sum(all_weights), example_mask(all_weights).sum()))
     share = mean / jnp.where(mean_count == 0, 1, mean_count) + total

@@ -16,6 +16,7 @@ from jdist._src.core.arguments import check_seconds
 from jdist._src.core.rendering import html_of
 from jdist._src.core.tree import one_line
 from jdist._src.training.events import Callback, Event, Moment
+from jdist._src.training.history_columns import VALIDATION_PREFIX
 from jdist._src.training.state import params_of
 from jdist._src.training.summary import summary
 
@@ -150,11 +151,12 @@ class _Meter:
                 self._samples.popleft()
         if event.moment in (Moment.VALIDATION, Moment.EPOCH):
             self._update_rates()
-            self._validation = {f"val_{name}": value for name, value in event.validation.items()} or self._validation
+            validation = {f"{VALIDATION_PREFIX}{name}": value for name, value in event.validation.items()}
+            self._validation = validation or self._validation
             self._samples = deque([sample])  # starts after the validation
 
     def metrics(self, event: Event) -> Mapping[str, float]:
-        """Reads the metrics, and returns those that are numbers, and those of the last validation."""
+        """Reads the metrics, and returns the numbers among them and among the metrics of the last validation."""
         metrics = {} if event.moment is Moment.START else {**event.metrics, **self._validation}
         return {name: float(value) for name, value in metrics.items() if not np.ndim(value)}
 

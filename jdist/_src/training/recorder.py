@@ -57,7 +57,7 @@ class _PendingCall(NamedTuple):
 
 
 class IneffectiveCounts(NamedTuple):
-    """What had no effect on the parameters.
+    """The numbers of steps and examples that had no effect on the parameters.
 
     Attributes:
         skipped_steps: The number of steps that were rejected because numbers of them were not finite.
@@ -106,7 +106,7 @@ class Recorder:
         return History(tuple(self._rows), MappingProxyType(self._losses), MappingProxyType(self._norms))
 
     @property
-    def last_loss(self) -> dict[str, float]:
+    def last_values(self) -> dict[str, float]:
         """The last loss that was fetched, and the last norms, if there are any."""
         columns = {"loss": self._losses, **{name: self._norms.get(name) for name in self._outcome_names}}
         return {name: values[max(values)] for name, values in columns.items() if values}
@@ -181,7 +181,7 @@ class Recorder:
         )
 
     def remove_losses_after(self, step: int) -> None:
-        """Removes the losses of rejected steps."""
+        """Removes the losses of the steps after `step`, which were rejected."""
         for number in [number for number in self._losses if number > step]:
             del self._losses[number]
 

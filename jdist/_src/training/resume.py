@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.checkpoint.checkpointer import Checkpointer, newest_step
+from jdist._src.checkpoint.checkpointer import Checkpointer, latest_step
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.data.dataset import DistributedDataset
@@ -57,7 +57,7 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
             check_not_deleted(name, leaf)
     if resume is not None:
         with _opened(resume) as checkpointer:
-            step = newest_step(checkpointer)
+            step = latest_step(checkpointer)
             if step is not None:
                 like = state if make is None else jax.eval_shape(make)
                 step = None if checkpointer.fallback else step
@@ -69,8 +69,8 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
     return StartPoint(_placed(strategy, state) if make is None else make())
 
 
-def restore_epoch_metrics(empty: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
-    """Returns the metrics since the last row, from a checkpoint; `empty` if the checkpoint has other metrics."""
+def restore_row_metrics(empty: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
+    """Returns the metrics since the last row of the history, from a checkpoint; `empty` if the checkpoint has other metrics."""
     shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(empty.tree)]
     if [np.shape(total) for total in totals] != shapes:
         return empty
@@ -216,20 +216,20 @@ def _placed(strategy: Strategy, state: PyTree) -> PyTree:
             "leave `state` out."
         )
     shardings = jax.tree.leaves(strategy.shardings(state))
-    is_there = [
+    is_on_devices = [
         is_device_array(leaf) and leaf.sharding.device_set == sharding.device_set
         for (_, leaf), sharding in zip(leaves, shardings, strict=True)
     ]
-    if all(is_there):
+    if all(is_on_devices):
         return state
     # Not an array that JAX created on its default device, and not a random key, which cannot be on the host.
     from_strategy = [
         name
-        for (name, leaf), there in zip(leaves, is_there, strict=True)
-        if there and is_on_mesh(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        for (name, leaf), is_placed in zip(leaves, is_on_devices, strict=True)
+        if is_placed and is_on_mesh(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     ]
     if from_strategy:
-        name, leaf = leaves[is_there.index(False)]
+        name, leaf = leaves[is_on_devices.index(False)]
         place = f"on {', '.join(map(str, leaf.sharding.device_set))}" if is_device_array(leaf) else "on the host"
         raise ValueError(
             f"{name} ({dtype_and_shape(leaf)}) is {place}, and {from_strategy[0]} is on the devices of the strategy: a part of "

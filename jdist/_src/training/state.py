@@ -84,7 +84,7 @@ class TrainState:
 
 
 class TrainingState(Protocol):
-    """The fields that a training state of any class has: `jdist.TrainState`, flax's `TrainState`, or an own dataclass."""
+    """The fields that a training state of any class has: `jdist.TrainState`, flax's `TrainState`, or another dataclass."""
 
     @property
     def step(self) -> Any:

@@ -36,7 +36,7 @@ def copy_state(tree: PyTree) -> PyTree:
 def param_digest(state: PyTree) -> list[Any] | None:
     """Returns the bytes or the checksums of the parameters of a state, which show whether training changed them.
 
-    None if there are no parameters, or not all are on the devices: reading those of parameter servers takes as long as a step.
+    None if there are no parameters, or not all are on the devices: a read from parameter servers takes as long as a step.
     """
     leaves = jax.tree.leaves(params_of(state))
     if not leaves or not all(map(is_device_array, leaves)) or any(map(_is_key, leaves)):

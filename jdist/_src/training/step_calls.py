@@ -50,7 +50,7 @@ class CountedProgram:
         return result
 
     def flops(self, carry: TrainCarry, inputs: tuple[Any, ...]) -> float:
-        """Returns the operations of a step of all replicas with these arguments, which it was called with; NaN if unknown."""
+        """Returns the operations of a step of all replicas for the arguments of an earlier call; NaN if unknown."""
         if self._only_count is not None:
             return self._only_count
         return self._counts.get(_shapes((carry, inputs)), math.nan)
@@ -144,7 +144,7 @@ def peak_flops(strategy: Strategy, of_device: Any) -> float | None:
 
     Args:
         strategy: The strategy.
-        of_device: Those of one device; None for the published number of a known device.
+        of_device: The peak operations per second of one device; None for the published number of a known device.
 
     Raises:
         ValueError: `of_device` is not a positive number.

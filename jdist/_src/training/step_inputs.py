@@ -13,6 +13,7 @@ from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, examples_and_stalled_fraction
 from jdist._src.replica.losses import check_weights
 from jdist._src.strategies.base import Strategy
+from jdist._src.training.history_columns import VALIDATION_PREFIX
 
 
 class DrawnBatch(NamedTuple):
@@ -138,8 +139,8 @@ def distribute_epochs(
     if epochs is None and steps is None:
         return dataset.repeated(1)
     # An endless source is one infinite epoch, which the number of steps ends. An iterator may end before.
-    once = epochs is None and dataset.is_one_shot
-    return dataset.repeated(None if dataset.is_endless else 1 if once else epochs)
+    reads_once = epochs is None and dataset.is_one_shot
+    return dataset.repeated(None if dataset.is_endless else 1 if reads_once else epochs)
 
 
 def drawn_batches(
@@ -168,7 +169,7 @@ def drawn_batches(
 def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[list[DrawnBatch]]:
     """Yields groups of `steps_per_call` batches; the remaining batches of an epoch, and a group with padding, one by one.
 
-    A step takes the weights of a padded batch only, in a program of its own. So the bits of a step do not depend on its group.
+    A step takes the weights of a padded batch only, in a separate program. So the bits of a step do not depend on its group.
     The next batch is drawn before a group is yielded, because only then is it known whether the group ends an epoch.
     """
     group: list[DrawnBatch] = []
@@ -235,7 +236,7 @@ def validation_metric_names(prefixes: Iterable[str], metrics: Iterable[str]) -> 
         ['val_easy_loss', 'val_easy_accuracy', 'val_hard_loss', 'val_hard_accuracy']
     """
     metrics = ["loss", *metrics]
-    names = [f"val_{prefix}{name}" for prefix in prefixes for name in metrics]
+    names = [f"{VALIDATION_PREFIX}{prefix}{name}" for prefix in prefixes for name in metrics]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"Two metrics of `validation_data` would be named {repeated[0]!r}. Rename a set.")

@@ -21,9 +21,10 @@ from jdist._src.replica.random import replica_key
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.arguments import require_arguments
 from jdist._src.training.gradient_step import check_optimizer, gradient_step
+from jdist._src.training.history_columns import NORMS
 from jdist._src.training.metric_adapters import (
-    MetricAdapter,
     PackedMetrics,
+    TrainerMetric,
     batch_metrics,
     check_losses,
     empty_metrics,
@@ -31,9 +32,8 @@ from jdist._src.training.metric_adapters import (
     unpack_metrics,
 )
 from jdist._src.training.model_functions import example_mask
-from jdist._src.training.model_state import mean_over_replicas
+from jdist._src.training.model_state import mean_model_state
 from jdist._src.training.objectives import Objective, explained_data_errors, split_element
-from jdist._src.training.report.charts import NORMS
 from jdist._src.training.state import (
     ModelVariables,
     TrainState,
@@ -52,7 +52,7 @@ class TrainCarry:
 
     Attributes:
         state: The training state.
-        metrics: The loss and the metrics of this epoch so far, of each replica's examples, packed.
+        metrics: The loss and the metrics since the last row of the history, of each replica's examples, packed.
         has_failed: Whether a step was rejected because its loss or a gradient was not finite; later steps then change nothing.
     """
 
@@ -125,7 +125,7 @@ class StepFunctions:
         return self.custom_step is not None or self.objective.takes_weights
 
     @property
-    def metrics(self) -> Mapping[str, MetricAdapter]:
+    def metrics(self) -> Mapping[str, TrainerMetric]:
         """The metrics, by name."""
         return self.objective.metrics
 
@@ -239,7 +239,7 @@ class StepFunctions:
                 weights_part,
                 element=element,
                 all_weights=weights,
-                parts=micro_batches,
+                micro_batches=micro_batches,
             )
             losses = result.losses.losses if isinstance(result.losses, WeightedLosses) else result.losses
             if not is_float(losses):
@@ -258,11 +258,11 @@ class StepFunctions:
             remat=remat,
             non_finite=self.non_finite,
             has_failed=carry.has_failed,
-            num_weighted=(_num_weighted(weights), num_tokens),
+            num_weighted=(None if weights is None else example_mask(weights).sum(), num_tokens),
             norms=self.norms,
         )
         metrics = new.aux if micro_batches == 1 else jax.tree.map(lambda x: x.sum(0), new.aux)
-        model_state = mean_over_replicas(new.model_state, new.varies, weights)
+        model_state = mean_model_state(new.model_state, new.varies, weights)
         metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
         is_finite = new.is_finite
         step, has_failed, is_taken = fields.step + 1, carry.has_failed, is_finite & ~carry.has_failed
@@ -372,7 +372,7 @@ def _outcome(
 
     The loss is the mean over all examples of the batch; NaN if all weights are 0. A step is finite if its loss and its
     gradients, or its updates, are; always with `non_finite="keep"`, and with `"stop"` not after a failure. The number is -1
-    if the batch has no weights. The further numbers are those of `outcome_names`. One array `[3 + further]`, because each
+    if the batch has no weights. The further numbers have the names `outcome_names`. One array `[3 + further]`, because each
     result of a program costs time on the host.
 
     Args:
@@ -390,10 +390,3 @@ def _outcome(
     numbers.append(jnp.full_like(loss, -1) if num_weighted is None else total(num_weighted))
     tokens = [] if num_tokens is None else [total(num_tokens)]
     return jnp.stack([*numbers, *tokens, *norms])
-
-
-def _num_weighted(weights: Any) -> jax.Array | None:
-    """Returns the number of examples of this replica whose weights `[batch, ...]` are not all 0, float32 `[]`."""
-    if weights is None:
-        return None
-    return jnp.sum(jnp.any(jnp.reshape(weights, (len(weights), -1)) != 0, axis=1), dtype=jnp.float32)

@@ -32,6 +32,11 @@ class LayerSummary:
         parameters: The number of parameters: numbers that an optimizer updates.
         variables: The number of other numbers, such as batch statistics.
         bytes: The size of one copy of all arrays.
+
+    Example:
+        >>> layer = jdist.summary({"dense": {"kernel": jnp.ones((3, 4))}}).layers[0]
+        >>> layer.path, layer.arrays, layer.parameters, layer.bytes
+        ('dense', ('kernel float32[3,4]',), 12, 48)
     """
 
     path: str
@@ -49,6 +54,10 @@ class Summary:
         layers: The layers, in order.
         max_rows: The maximum number of rows of the table. If there are more layers, layers with the same first keys, or whose
             paths differ in a number, share a row.
+
+    Example:
+        >>> jdist.summary({"dense": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}})
+        Summary(1 layer, 16 parameters, 64 B)
     """
 
     layers: tuple[LayerSummary, ...]

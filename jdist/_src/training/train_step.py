@@ -63,12 +63,12 @@ def train_step(
             parameter without a default, receives a random key that differs between steps and replicas (derived from
             `state.rng`), a parameter `weights` the weights of the examples, None without padding. For a mean over tokens it
             returns `(losses, weights)`, or `((losses, weights), aux)`: the weights are the first dimensions of the losses, and
-            are multiplied by those of the examples. In a pair, an array with at least one dimension, and no more than the
+            are multiplied by the weights of the examples. In a pair, an array with at least one dimension, and no more than the
             losses, is weights: return auxiliary values of such a shape in a dict.
         optimizer: An optax transformation. Its update receives the extra arguments of the optimizer of `jdist.Trainer`.
         micro_batches: The number of parts that the batch of a replica is split into, to reduce the memory of activations. A
-            batch that is not divisible is padded with rows of weight 0; losses of several micro-batches are then one or several
-            per example.
+            batch that is not divisible is padded with examples of weight 0; losses of several micro-batches are then one or
+            several per example.
         remat: See `jdist.value_and_grad`.
         precision: See `jdist.Strategy.step`.
         steps_per_call: See `jdist.Strategy.step`.

@@ -18,6 +18,7 @@ from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.migration_hints import explains_attributes
+from jdist._src.core.rendering import facts_html
 from jdist._src.core.sharding_annotations import restrict_annotations
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, add_note_once, one_line
@@ -37,7 +38,7 @@ from jdist._src.training.arguments import (
     collective_callbacks,
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
-from jdist._src.training.fit import Fit, html_table, name_of
+from jdist._src.training.fit import Fit, name_of
 from jdist._src.training.loop import Loop, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
 from jdist._src.training.metric_adapters import adapt_metrics
@@ -120,9 +121,9 @@ class Trainer:
         metrics: A dict from names to: a metric of `jdist.metrics`, flax.nnx, clu, metrax or Keras, whose arguments are outputs
             and targets; a pair of a metric and a function from outputs and targets to a tuple or a dict of its arguments; or a
             function from outputs and targets to values `[batch, ...]`, which are averaged. Or an `nnx.MultiMetric` or a clu
-            `Collection`. With `objective` or `step`, its auxiliary values and the batch take the
-            place of outputs and targets, the argument of a metric without a function is the auxiliary value of its name, and a
-            list of names averages these values.
+            `Collection`. With `objective` or `step`, its auxiliary values and the batch take the place of outputs and targets,
+            the argument of a metric without a function is the auxiliary value of its name, and a list of names averages these
+            values.
         strategy: The strategy; by default the current strategy, else `jdist.auto_strategy()`.
         precision: The dtypes of the computation.
         remat: See `jdist.value_and_grad`.
@@ -130,13 +131,13 @@ class Trainer:
             and `model`, such as `optax.contrib.schedule_free_eval_params`.
         seed: The seed of the parameters, of the order of the data, and of random numbers during training.
         non_finite: The treatment of a step whose loss or gradient is infinite or NaN. `"stop"`: training ends with the state
-            before it. `"skip"`: the step changes nothing but the step counter, and training continues. `"keep"`: no treatment.
+            before it. `"skip"`: the step changes only the step counter, and training continues. `"keep"`: no treatment.
             The learning rate counts like a gradient. The updates decide instead of the gradients if the optimizer reduces
             gradients (`jdist.sync`), tests numbers itself (`optax.apply_if_finite`, `optax.zero_nans`), or evaluates the loss
             (`optax.lbfgs`); with `step`, only the loss decides. An update that is not finite for another reason, such as an
             overflow of float16, is found at the next loss.
         tokens: A function from an element of the data to an array `[batch, ...]` whose non-zero numbers are its tokens, such as
-            `lambda batch: batch["mask"]`. The history then contains the tokens per second, without those of padded examples.
+            `lambda batch: batch["mask"]`. The history then contains the tokens per second, without tokens of padded examples.
 
     Raises:
         TypeError: The model, the optimizer, the loss or a metric is of an unknown type, or two arguments exclude each other.
@@ -238,7 +239,7 @@ class Trainer:
         return f"Trainer({', '.join(f'{name}={fact}' for name, fact in self._facts().items())})"
 
     def _repr_html_(self) -> str:
-        return html_table("Trainer", self._facts())
+        return facts_html("Trainer", self._facts())
 
     def _facts(self) -> dict[str, str]:
         has_update = self._functions.optimizer is not None or self._functions.custom_step is not None
@@ -337,7 +338,8 @@ class Trainer:
                 replicas, and the gradient is that of a replica.
             peak_flops: The peak floating point operations per second of one device, for the model flops utilization `mfu`; by
                 default the published number of the accelerator in bfloat16, if it is known.
-            progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
+            progress: The progress display: "live" for a terminal, "notebook", "lines" of text, "off", or "auto"; see
+                `jdist.callbacks.Progress`.
             resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
                 one, bitwise equal to training without the interruption.
 
@@ -445,6 +447,15 @@ class Trainer:
         Raises:
             ValueError: The data are empty, or the loss or a metric is not one value per example.
             TypeError: The loss is missing, or `state` is not a state.
+
+        Example:
+            >>> model = (lambda key, x: jnp.ones(3), lambda w, x: x @ w)
+            >>> trainer = jdist.Trainer(
+            ...     model, loss=optax.squared_error, strategy=jdist.OneDeviceStrategy("cpu:0")
+            ... )
+            >>> x, y = np.ones((5, 3), np.float32), np.float32([1, 2, 3, 3, 3])
+            >>> trainer.evaluate(trainer.init(x), (x, y), batch_size=2)
+            {'loss': 1.0, 'examples': 5}
         """
         self._check_same_arguments("Trainer.evaluate", batch_size=batch_size)
         self._functions.check_evaluate("evaluate")
@@ -467,6 +478,13 @@ class Trainer:
         Raises:
             ValueError: The data are empty, or an output is not one value per example.
             TypeError: `state` is not a state.
+
+        Example:
+            >>> model = (lambda key, x: jnp.ones(3), lambda w, x: x @ w)
+            >>> trainer = jdist.Trainer(model, strategy=jdist.OneDeviceStrategy("cpu:0"))
+            >>> x = np.ones((5, 3), np.float32)
+            >>> trainer.predict(trainer.init(x), x, batch_size=2).tolist()
+            [3.0, 3.0, 3.0, 3.0, 3.0]
         """
         self._check_same_arguments("Trainer.predict", batch_size=batch_size)
         dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
@@ -475,7 +493,7 @@ class Trainer:
             for batch in drawn_batches(iterator, dataset.has_weights):
                 results = self.strategy.run(self._functions.predict, (variables, *batch.inputs))
                 outputs, weights = jax.device_get(self.strategy.gather(results, axis=0))
-                parts.append(jax.tree.map(lambda rows, is_example=weights > 0: rows[is_example], outputs))
+                parts.append(jax.tree.map(lambda padded, is_example=weights > 0: padded[is_example], outputs))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def apply(self, state: PyTree, inputs: PyTree) -> PyTree:

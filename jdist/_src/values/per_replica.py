@@ -60,12 +60,12 @@ class PerReplica(_ReadOnDemand, DistributedValues):
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> ids = strategy.run(jdist.replica_id)
         >>> ids
-        PerReplica(int32[2])
+        PerReplica([0, 1], dtype=int32)
         >>> [int(i) for i in ids.values]
         [0, 1]
         >>> ids + 1
         Traceback (most recent call last):
-        TypeError: `+` is not defined for PerReplica(int32[2]), whose values are stored on ...
+        TypeError: `+` is not defined for PerReplica([0, 1], dtype=int32), whose values are ...
     """
 
     _is_stacked = True
@@ -152,13 +152,24 @@ class PerReplica(_ReadOnDemand, DistributedValues):
 
     def __repr__(self) -> str:
         if self.shapes is None:
-            return f"PerReplica({jax.tree.map(ReprText.of, self.tree)!r})"
+            return f"PerReplica({_numbers(self.tree) or repr(jax.tree.map(ReprText.of, self.tree))})"
         leaves, treedef = jax.tree.flatten(self.tree)
         texts = [
             ReprText(" | ".join(dtype_and_shape(jax.ShapeDtypeStruct(shape, leaf.dtype)) for shape in shapes))
             for leaf, shapes in zip(leaves, self.shapes, strict=True)
         ]
         return f"PerReplica({treedef.unflatten(texts)!r})"
+
+
+_MAX_NUMBERS = 16
+
+
+def _numbers(tree: PyTree) -> str:
+    """Returns the numbers of an array of one number per replica as JAX shows them; an empty string for other trees."""
+    if is_on_mesh(tree) and tree.ndim == 1 and tree.size <= _MAX_NUMBERS and tree.is_fully_addressable:
+        with contextlib.suppress(Exception):  # it was donated, its computation has failed, or these are random keys
+            return f"{np.array2string(np.asarray(tree), separator=', ', max_line_width=1000)}, dtype={tree.dtype}"
+    return ""
 
 
 def unread(rows: UnreadRows) -> PerReplica:

@@ -25,7 +25,7 @@ from jdist._src.core.call_records import SAME_CALLS, difference_text
 from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.jax_compat import key_value_store
 from jdist._src.core.process_messages import MessageExchange, numbered_name
-from jdist._src.core.source_lines import caller_frame, code_at
+from jdist._src.core.source_lines import caller_text
 
 _TIME_LIMIT: float | None = None  # seconds; None for 20 minutes, or more with a larger time limit of waits
 _deadline = math.inf  # of the wait for the other processes
@@ -75,8 +75,7 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
         RuntimeError: A process has ended, has posted a failure, or did not make the call within 20 minutes.
     """
     global _deadline
-    frame = caller_frame()
-    line = f" ({code_at(frame)})" if frame else ""
+    line = caller_text()
     # The watchdog ends the job earlier, unless the other processes trace or compile.
     limit = max(1200.0, 2 * activity.time_limit) if _TIME_LIMIT is None else _TIME_LIMIT
     _deadline = time.monotonic() + limit

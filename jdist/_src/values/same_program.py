@@ -56,7 +56,7 @@ def check_same_program(
             for leaf_name, leaf in arguments
         ],
         "values": [[leaf_name, crc_of(leaf)] for leaf_name, leaf in arguments],
-        "constants": [f"{constant.spec} #{constant.crc}" for constant in constants],
+        "constants": [f"{constant.dtype_and_shape} #{constant.crc}" for constant in constants],
         "equations": [zlib.crc32(line.text.encode()) for line in lines],
     }
     call = f"the comparison of `{name}`"
@@ -102,11 +102,11 @@ _ADVICE = {
 def _constant_difference(constants: Sequence[Constant], other: Sequence[str]) -> str:
     if len(constants) != len(other):
         return f"the function captures {len(constants)} arrays, and on the other process {len(other)}"
-    constant = next(c for c, text in zip(constants, other, strict=True) if f"{c.spec} #{c.crc}" != text)
+    constant = next(c for c, text in zip(constants, other, strict=True) if f"{c.dtype_and_shape} #{c.crc}" != text)
     if constant.name:
-        return f"{constant.name}, {constant.spec}, has other values"
+        return f"{constant.name}, {constant.dtype_and_shape}, has other values"
     use = f" that {constant.place} uses" if constant.place else ""
-    return f"a captured value {constant.spec}{use} has other values"
+    return f"a captured value {constant.dtype_and_shape}{use} has other values"
 
 
 def _equation_difference(lines: Sequence[Line], local: Sequence[int], other: Sequence[int]) -> str:

@@ -2,26 +2,31 @@
 
 from collections.abc import Sequence
 
-from jdist._src.jaxpr.relation_rules.step import Step, rule
-from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split, aligned, flags, is_close
+from jdist._src.jaxpr.dims import gather_dims
+from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair, rule
+from jdist._src.jaxpr.relations import (
+    AnyRelation,
+    Lost,
+    Relation,
+    Split,
+    inherited,
+    is_close,
+    with_equal_partial_axes,
+)
 
 
 @rule("gather")
-def gathered_rows(step: Step) -> list[AnyRelation]:
+def gathered_rows(pair: EquationPair) -> list[AnyRelation]:
     """`gather`: the operand is linear, and the indices select."""
-    operand, indices = step.operands[:2]
-    numbers = step.params["dimension_numbers"]
-    if not step.has_same("fill_value", "mode") or operand.stack or indices.stack:
-        return [step.lost("no rule")]
-    offsets = list(map(int, numbers.offset_dims))
-    positions = [dim for dim in range(len(step.result_shape())) if dim not in offsets]
+    operand, indices = pair.operands[:2]
+    numbers = pair.params["dimension_numbers"]
+    if not pair.has_same("fill_value", "mode") or operand.stack or indices.stack:
+        return [pair.lost("no rule")]
     operand_batch, index_batch = list(numbers.operand_batching_dims), list(numbers.start_indices_batching_dims)
-    rank = len(step.shape(0))
-    windows = [d for d in range(rank) if d not in operand_batch and d not in numbers.collapsed_slice_dims]
-    new_dims = dict(zip(windows, offsets, strict=True))
+    window_dims, index_dims = gather_dims(pair.equation)
     if not _is_selection(indices):
-        return [_unselectable(step, indices)]
-    splits = {s.replace(dim=positions[s.dim]) for s in indices.splits if s.dim < len(positions)}
+        return [_unselectable(pair, indices)]
+    splits = {s.replace(dim=index_dims[s.dim]) for s in indices.splits if s.dim < len(index_dims)}
     indexed = list(numbers.start_index_map)
     uses_positions = False
     for split in operand.splits:
@@ -29,25 +34,25 @@ def gathered_rows(step: Step) -> list[AnyRelation]:
         if dim in operand_batch:
             partner = index_batch[operand_batch.index(dim)]
             if split.replace(dim=partner) not in indices.splits:
-                return [step.lost("order")]
+                return [pair.lost("order")]
         elif dim in indexed:
-            if not _selects_own_rows(step, indices, indexed.index(dim), split, dim):
-                return [step.lost("part", operand)]
+            if not _selects_own_rows(pair, indices, indexed.index(dim), split, dim):
+                return [pair.lost("part", operand)]
             uses_positions = True
-        elif dim in new_dims and step.params["slice_sizes"][dim] == step.shape(0)[dim]:
-            splits.add(split.replace(dim=new_dims[dim]))
+        elif dim in window_dims and pair.params["slice_sizes"][dim] == pair.shape(0)[dim]:
+            splits.add(split.replace(dim=window_dims[dim]))
         else:
-            return [step.lost("part", operand)]
+            return [pair.lost("part", operand)]
     if any(any(numbers_) for _, numbers_ in indices.offset) and not uses_positions:
-        return [step.lost("index", indices)]
+        return [pair.lost("index", indices)]
     axes = {axis for split in indices.splits for axis in split.axes}
     if operand.partial & axes or operand.extreme or operand.is_special or operand.is_index:
-        return [step.lost("statistic" if operand.partial else "no rule", operand)]
+        return [pair.lost("statistic" if operand.partial else "no rule", operand)]
     split_axes = [axis for split in splits for axis in split.axes]
     if len(split_axes) > len(set(split_axes)):
-        return [step.lost("pairs")]
+        return [pair.lost("pairs")]
     ordered = tuple(sorted(splits, key=lambda s: s.dim))
-    return [operand.replace(splits=ordered, is_zero=operand.is_zero, **flags(operand, indices))]
+    return [operand.replace(splits=ordered, is_zero=operand.is_zero, **inherited(operand, indices))]
 
 
 def _is_selection(indices: Relation) -> bool:
@@ -56,156 +61,157 @@ def _is_selection(indices: Relation) -> bool:
     ) and is_close(indices.factor, 1)
 
 
-def _unselectable(step: Step, indices: Relation) -> Lost:
+def _unselectable(pair: EquationPair, indices: Relation) -> Lost:
     if indices.partial:
-        return step.lost("partial", indices)
-    return step.lost("index" if indices.is_index else "extreme", indices)
+        return pair.lost("partial", indices)
+    return pair.lost("index" if indices.is_index else "extreme", indices)
 
 
-def _selects_own_rows(step: Step, indices: Relation, column: int, split: Split, dim: int) -> bool:
+def _selects_own_rows(pair: EquationPair, indices: Relation, column: int, split: Split, dim: int) -> bool:
     """Whether a column of indices are the positions of the examples, which a replica and one device count from 0."""
     if split.outer != 1 or not any(s.axes == split.axes for s in indices.splits):
         return False
-    size = step.shape(0)[dim]
+    size = pair.shape(0)[dim]
     distances, distance = {}, float(size)
     for axis in reversed(split.axes):
         distances[axis] = distance
-        distance *= step.analysis.axis_sizes[axis]
-    own = dict(indices.offset)
+        distance *= pair.analysis.axis_sizes[axis]
+    offsets = dict(indices.offset)
     for axis, expected in distances.items():
-        numbers = own.get(axis, (0.0,))
+        numbers = offsets.get(axis, (0.0,))
         value = numbers[0] if len(numbers) == 1 else numbers[column] if column < len(numbers) else None
         if value != expected:
             return False
-    others = {i for numbers in own.values() if len(numbers) > 1 for i, x in enumerate(numbers) if x and i != column}
+    others = {i for numbers in offsets.values() if len(numbers) > 1 for i, x in enumerate(numbers) if x and i != column}
     return not others
 
 
 @rule(
     "scatter-add scatter_add scatter scatter-sub scatter-mul scatter_mul scatter-min scatter-max scatter_min scatter_max"
 )
-def scattered(step: Step) -> list[AnyRelation]:
+def scattered(pair: EquationPair) -> list[AnyRelation]:
     """`scatter-add` is linear in operand and updates; another scatter selects between them."""
-    operand, indices, updates = step.operands
-    numbers = step.params["dimension_numbers"]
+    operand, indices, updates = pair.operands
+    numbers = pair.params["dimension_numbers"]
     if operand.stack or indices.stack or updates.stack:
-        return [step.lost("no rule")]
+        return [pair.lost("no rule")]
     if not _is_selection(indices):
-        return [_unselectable(step, indices)]
-    is_sum = step.equation.primitive.name in ("scatter-add", "scatter_add", "scatter-sub")
+        return [_unselectable(pair, indices)]
+    is_sum = pair.equation.primitive.name in ("scatter-add", "scatter_add", "scatter-sub")
     windows = list(numbers.update_window_dims)
-    positions = [dim for dim in range(len(step.shape(2))) if dim not in windows]
+    positions = [dim for dim in range(len(pair.shape(2))) if dim not in windows]
     operand_batch, index_batch = list(numbers.operand_batching_dims), list(numbers.scatter_indices_batching_dims)
-    kept = [d for d in range(len(step.shape(0))) if d not in operand_batch and d not in numbers.inserted_window_dims]
-    window_of = dict(zip(windows, kept, strict=True))
+    rank = len(pair.shape(0))
+    window_dims = [d for d in range(rank) if d not in operand_batch and d not in numbers.inserted_window_dims]
+    window_of = dict(zip(windows, window_dims, strict=True))
     indexed = list(numbers.scatter_dims_to_operand_dims)
     operand_splits: set[Split] = set()
     summed: set[str] = set()
     uses_positions = False
-    updates_splits = {s for s in updates.splits}
+    updates_splits = set(updates.splits)
     for split in updates.splits:
         if split.dim in window_of:
             dim = window_of[split.dim]
-            if dim in indexed or step.shape(2)[split.dim] != step.shape(0)[dim]:
-                return [step.lost("part")]
+            if dim in indexed or pair.shape(2)[split.dim] != pair.shape(0)[dim]:
+                return [pair.lost("part")]
             operand_splits.add(split.replace(dim=dim))
             continue
         index_dim = positions.index(split.dim)
         index_split = split.replace(dim=index_dim)
         if index_dim in index_batch:
             if index_split not in indices.splits:
-                return [step.lost("order")]
+                return [pair.lost("order")]
             operand_splits.add(split.replace(dim=operand_batch[index_batch.index(index_dim)]))
             continue
-        own = [
+        own_dims = [
             dim
             for column, dim in enumerate(indexed)
-            if _selects_own_rows(step, indices, column, split.replace(dim=dim, outer=1), dim)
+            if _selects_own_rows(pair, indices, column, split.replace(dim=dim, outer=1), dim)
         ]
-        if own:
+        if own_dims:
             uses_positions = True
-            operand_splits.add(Split(split.axes, own[0]))
+            operand_splits.add(Split(split.axes, own_dims[0]))
         elif is_sum and not any(any(x) for _, x in indices.offset):
             summed.update(split.axes)
         else:
-            return [step.lost("part")]
+            return [pair.lost("part")]
     for split in indices.splits:
         is_of_updates = split.dim >= len(positions) or split.replace(dim=positions[split.dim]) in updates_splits
         if not is_of_updates and not updates.is_zero:
-            return [step.lost("order")]
+            return [pair.lost("order")]
     if any(any(x) for _, x in indices.offset) and not uses_positions:
-        return [step.lost("index")]
+        return [pair.lost("index")]
     ordered = tuple(sorted(operand_splits, key=lambda s: s.dim))
     if operand.is_zero:
         operand = operand.replace(splits=ordered)
     if operand.splits != ordered or updates.extreme or updates.is_special or operand.is_special or operand.extreme:
-        return [step.lost("no rule")]
+        return [pair.lost("no rule")]
     if updates.partial & {axis for split in ordered for axis in split.axes} or updates.partial & summed:
-        return [step.lost("statistic", updates)]
+        return [pair.lost("statistic", updates)]
     moved = updates.replace(
         splits=ordered,
         partial=updates.partial | summed,
-        origin=step.cause(updates) if summed else updates.origin,
+        origin=pair.cause(updates) if summed else updates.origin,
     )
-    is_choice = is_sum or step.equation.primitive.name == "scatter"
+    is_choice = is_sum or pair.equation.primitive.name == "scatter"
     if not is_choice and not (operand.is_pointwise and moved.is_pointwise):
-        return [step.lost("partial" if moved.partial else "no rule")]
-    fitting = aligned([operand, moved], step.analysis.axis_sizes)
+        return [pair.lost("partial" if moved.partial else "no rule")]
+    fitting = with_equal_partial_axes([operand, moved], pair.analysis.axis_sizes)
     if fitting is None:
-        return [step.mixed(operand, moved)]
+        return [pair.mixed(operand, moved)]
     nonnegative = operand.is_nonnegative and updates.is_nonnegative
     is_zero = operand.is_zero and updates.is_zero
-    return [fitting[1].replace(is_zero=is_zero, is_nonnegative=nonnegative, **flags(operand, moved))]
+    return [fitting[1].replace(is_zero=is_zero, is_nonnegative=nonnegative, **inherited(operand, moved))]
 
 
 @rule("dynamic_slice")
-def dynamic_part(step: Step) -> list[AnyRelation]:
-    """`dynamic_slice`: a split dim is taken as a whole."""
-    value, *starts = step.operands
-    sizes = step.params["slice_sizes"]
-    own = _own_part(step, value, starts)
-    if own is not None:
-        return [own]
+def dynamic_part(pair: EquationPair) -> list[AnyRelation]:
+    """`dynamic_slice`: a split dim is taken completely."""
+    value, *starts = pair.operands
+    sizes = pair.params["slice_sizes"]
+    own_part = _own_part(pair, value, starts)
+    if own_part is not None:
+        return [own_part]
     if not all(start.is_equal for start in starts[: len(sizes)]):
         if value.stack and not value.partial and not value.splits and len(sizes) and sizes[value.stack[1]] == 1:
             return [value.replace(stack=None)]
-        return [step.lost("index" if any(start.is_special or start.is_index for start in starts) else "no rule")]
-    if any(sizes[split.dim] != step.shape(0)[split.dim] for split in value.splits):
-        return [step.lost("part", value)]
-    if value.stack and sizes[value.stack[1]] != step.shape(0)[value.stack[1]]:
+        return [pair.lost("index" if any(start.is_special or start.is_index for start in starts) else "no rule")]
+    if any(sizes[split.dim] != pair.shape(0)[split.dim] for split in value.splits):
+        return [pair.lost("part", value)]
+    if value.stack and sizes[value.stack[1]] != pair.shape(0)[value.stack[1]]:
         splits = [s for s in value.splits if set(s.axes) & set(value.stack[0])]
         if sizes[value.stack[1]] == 1 and not splits and not value.partial and not value.extreme:
             return [value.replace(stack=None)]
-        return [step.lost("index", value)]
-    return [value.replace(**flags(value, *starts))]
+        return [pair.lost("index", value)]
+    return [value.replace(**inherited(value, *starts))]
 
 
-def _own_part(step: Step, value: Relation, starts: Sequence[Relation]) -> Relation | None:
+def _own_part(pair: EquationPair, value: Relation, starts: Sequence[Relation]) -> Relation | None:
     """Returns the rows of each replica, if it takes them out of an array that all replicas have."""
-    sizes = step.params["slice_sizes"]
+    sizes = pair.params["slice_sizes"]
     dims = [dim for dim, start in enumerate(starts[: len(sizes)]) if start.is_index]
     others = [start for start in starts if not start.is_index]
     if len(dims) != 1 or not value.is_plain or value.splits or not all(start.is_equal for start in others):
         return None
-    axes, offset, distance = tuple(step.analysis.axis_sizes), dict(starts[dims[0]].offset), float(sizes[dims[0]])
+    axes, offset, distance = tuple(pair.analysis.axis_sizes), dict(starts[dims[0]].offset), float(sizes[dims[0]])
     for axis in reversed(axes):
         if offset.get(axis) != (-distance,):
             return None
-        distance *= step.analysis.axis_sizes[axis]
-    if distance != step.shape(0)[dims[0]]:
+        distance *= pair.analysis.axis_sizes[axis]
+    if distance != pair.shape(0)[dims[0]]:
         return None
     return value.replace(splits=(Split(axes, dims[0]),))
 
 
 @rule("dynamic_update_slice")
-def dynamic_update(step: Step) -> list[AnyRelation]:
-    value, update, *starts = step.operands
+def dynamic_update(pair: EquationPair) -> list[AnyRelation]:
+    value, update, *starts = pair.operands
     if not all(start.is_equal for start in starts):
-        return [step.lost("no rule")]
+        return [pair.lost("no rule")]
     for split in {*value.splits, *update.splits}:
-        if step.shape(0)[split.dim] != step.shape(1)[split.dim]:
-            return [step.lost("part", value)]
+        if pair.shape(0)[split.dim] != pair.shape(1)[split.dim]:
+            return [pair.lost("part", value)]
     others = [one for one in (value, update) if not one.is_zero]
     splits = others[0].splits if others else value.splits
     values = [one.replace(splits=splits) if one.is_zero else one for one in (value, update)]
-    return [step.joined(values)]
+    return [pair.joined(values)]

@@ -1,40 +1,40 @@
 """The relations of the operands, the carry and the results of a `scan`."""
 
-from jdist._src.jaxpr.relation_rules.step import Step
+from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Split
 
 
-def accumulated(step: Step, start: AnyRelation, added: AnyRelation) -> AnyRelation:
+def accumulated(pair: EquationPair, start: AnyRelation, added: AnyRelation) -> AnyRelation:
     """Returns a carry of a `scan` over the examples, in which every iteration adds one value."""
     if isinstance(added, Lost):
-        return step.lost_again(added)
+        return pair.lost_again(added)
     if isinstance(start, Lost):
-        return step.lost_again(start)
+        return pair.lost_again(start)
     if added.is_zero:
         return start
-    axes = step.analysis.groups[0]
-    if not start.is_zero or not added.is_plain or added.splits or len(step.analysis.groups) > 1:
-        return step.lost("no rule")
-    return added.replace(partial=frozenset(axes), origin=step.cause(added))
+    axes = pair.analysis.groups[0]
+    if not start.is_zero or not added.is_plain or added.splits or len(pair.analysis.groups) > 1:
+        return pair.lost("no rule")
+    return added.replace(partial=frozenset(axes), origin=pair.cause(added))
 
 
-def without_first_dim(step: Step, value: AnyRelation, scans_examples: bool) -> AnyRelation:
+def without_first_dim(pair: EquationPair, value: AnyRelation, scans_examples: bool) -> AnyRelation:
     """Returns a slice of an operand that a `scan` iterates over."""
     if isinstance(value, Lost):
         return value
     first = [split for split in value.splits if split.dim == 0]
     if first and not scans_examples or value.stack and value.stack[1] == 0:
-        return step.lost("order", value)
+        return pair.lost("order", value)
     if first and (any(any(x) for _, x in value.offset) or first[0].outer != 1):
-        return step.lost("index", value)
+        return pair.lost("index", value)
     splits = tuple(split.replace(dim=split.dim - 1) for split in value.splits if split.dim)
     stack = (value.stack[0], value.stack[1] - 1) if value.stack else None
     if first and (value.partial or value.extreme):
-        return step.lost("no rule", value)
+        return pair.lost("no rule", value)
     return value.replace(splits=splits, stack=stack)
 
 
-def with_first_dim(step: Step, value: AnyRelation, scans_examples: bool) -> AnyRelation:
+def with_first_dim(pair: EquationPair, value: AnyRelation, scans_examples: bool) -> AnyRelation:
     """Returns the stacked results of a `scan`."""
     if isinstance(value, Lost):
         return value
@@ -42,6 +42,6 @@ def with_first_dim(step: Step, value: AnyRelation, scans_examples: bool) -> AnyR
     stack = (value.stack[0], value.stack[1] + 1) if value.stack else None
     if scans_examples:
         if value.partial or value.extreme or value.splits or value.is_special:
-            return step.lost("no rule", value)
-        splits = (Split(step.analysis.groups[0], 0),) if len(step.analysis.groups) == 1 else ()
+            return pair.lost("no rule", value)
+        splits = (Split(pair.analysis.groups[0], 0),) if len(pair.analysis.groups) == 1 else ()
     return value.replace(splits=splits, stack=stack)

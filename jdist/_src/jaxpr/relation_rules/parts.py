@@ -5,81 +5,86 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdist._src.core import jax_compat
+from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair, rule, shifted_dim
 from jdist._src.jaxpr.relation_rules.shapes import moved
-from jdist._src.jaxpr.relation_rules.step import Step, rule, shifted_dim
-from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split, flags
+from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split, inherited
 
 
 class _Part(NamedTuple):
-    """The first and the last element of a slice in each dim, as indices."""
+    """The index of the first element of a slice in each dim, and the index after its last element."""
 
     start: Sequence[int]
     limit: Sequence[int]
 
 
 @rule("concatenate")
-def concatenated(step: Step) -> list[AnyRelation]:
-    dim = step.params["dimension"]
-    values = step.operands
+def concatenated(pair: EquationPair) -> list[AnyRelation]:
+    dim = pair.params["dimension"]
+    values = pair.operands
     if any(value.offset or value.is_index for value in values):
-        return [_concatenated_positions(step, dim)]
+        return [_concatenated_positions(pair, dim)]
     splits = [s for value in values for s in value.splits if s.dim == dim]
     if splits:
-        sizes = {step.shape(i)[dim] for i in range(len(values))}
+        sizes = {pair.shape(i)[dim] for i in range(len(values))}
         plain = [value.replace(splits=tuple(s for s in value.splits if s.dim != dim)) for value in values]
-        joined = step.joined(plain)
+        joined = pair.joined(plain)
         if len(splits) < len(values) or len(sizes) > 1 or {s.axes for s in splits} != {splits[0].axes}:
-            return [step.lost("no rule")]
+            return [pair.lost("no rule")]
         if any(s.outer != 1 for s in splits) or isinstance(joined, Lost):
-            return [joined if isinstance(joined, Lost) else step.lost("order")]
+            return [joined if isinstance(joined, Lost) else pair.lost("order")]
         new = sorted(
             [*joined.splits, Split(splits[0].axes, dim, len(values), splits[0].regrouped)], key=lambda s: s.dim
         )
         return [joined.replace(splits=tuple(new))]
     if any(value.stack and value.stack[1] == dim for value in values):
-        return [step.lost("no rule")]
+        return [pair.lost("no rule")]
+    return [_joined_parts(pair, values)]
+
+
+def _joined_parts(pair: EquationPair, values: Sequence[Relation]) -> AnyRelation:
+    """Returns the relation of parts along a dim that is not split. Zeros have the splits of the other parts."""
     others = [value for value in values if not value.is_zero]
     filled = [v.replace(splits=others[0].splits) if v.is_zero and others else v for v in values]
-    joined = step.joined(filled)
-    return [step.lost("order") if isinstance(joined, Lost) and joined.reason == "mixed" else joined]
+    joined = pair.joined(filled)
+    return pair.lost("order") if isinstance(joined, Lost) and joined.reason == "mixed" else joined
 
 
-def _concatenated_positions(step: Step, dim: int) -> AnyRelation:
+def _concatenated_positions(pair: EquationPair, dim: int) -> AnyRelation:
     """Joins indices of several dims to one index: each element of the last dim has its own offset."""
-    values = step.operands
-    if dim != len(step.result_shape()) - 1 or any(step.shape(i)[dim] != 1 for i in range(len(values))):
-        return step.lost("index")
+    values = pair.operands
+    if dim != len(pair.result_shape()) - 1 or any(pair.shape(i)[dim] != 1 for i in range(len(values))):
+        return pair.lost("index")
     if len({value.splits for value in values}) > 1 or any(not value.is_plain and not value.offset for value in values):
-        return step.lost("index")
+        return pair.lost("index")
     offset = []
-    for axis in step.analysis.axis_sizes:
+    for axis in pair.analysis.axis_sizes:
         numbers = [dict(value.offset).get(axis, (0.0,)) for value in values]
         if any(len(one) > 1 for one in numbers):
-            return step.lost("index")
+            return pair.lost("index")
         offset.append((axis, tuple(one[0] for one in numbers)))
     nonnegative = all(value.is_nonnegative for value in values)
-    return Relation(splits=values[0].splits, offset=tuple(offset), is_nonnegative=nonnegative, **flags(*values))
+    return Relation(splits=values[0].splits, offset=tuple(offset), is_nonnegative=nonnegative, **inherited(*values))
 
 
 @rule("slice")
-def sliced(step: Step) -> list[AnyRelation]:
-    own, other = step.params, step.whole.params
-    rank = len(step.shape(0))
+def sliced(pair: EquationPair) -> list[AnyRelation]:
+    own, other = pair.params, pair.single.params
+    rank = len(pair.shape(0))
     strides = own["strides"] or (1,) * rank
     if tuple(strides) != tuple(other["strides"] or (1,) * rank):
-        return [step.lost("no rule")]
-    part, whole = (_Part(p["start_indices"], p["limit_indices"]) for p in (own, other))
-    return [_part(step, step.operands[0], part, whole, strides)]
+        return [pair.lost("no rule")]
+    part, single = (_Part(p["start_indices"], p["limit_indices"]) for p in (own, other))
+    return [_part(pair, pair.operands[0], part, single, strides)]
 
 
 @rule("split")
-def split_apart(step: Step) -> list[AnyRelation]:
+def split_apart(pair: EquationPair) -> list[AnyRelation]:
     """`split` along one dim."""
-    axis = step.params["axis"]
-    if step.whole.params["axis"] != axis:
-        return step.every(step.lost("no rule"))
-    shapes = [jax_compat.shape_of(equation.invars[0]) for equation in (step.equation, step.whole)]
-    sizes = [equation.params["sizes"] for equation in (step.equation, step.whole)]
+    axis = pair.params["axis"]
+    if pair.single.params["axis"] != axis:
+        return pair.every(pair.lost("no rule"))
+    shapes = [jax_compat.shape_of(equation.invars[0]) for equation in (pair.equation, pair.single)]
+    sizes = [equation.params["sizes"] for equation in (pair.equation, pair.single)]
     ends = [list(itertools.accumulate(one)) for one in sizes]
     results = []
     for number in range(len(sizes[0])):
@@ -88,68 +93,65 @@ def split_apart(step: Step) -> list[AnyRelation]:
             end, size = ends[k][number], sizes[k][number]
             start = [end - size if dim == axis else 0 for dim in range(len(shapes[k]))]
             parts.append(_Part(start, [end if dim == axis else n for dim, n in enumerate(shapes[k])]))
-        results.append(_part(step, step.operands[0], parts[0], parts[1], (1,) * len(shapes[0])))
+        results.append(_part(pair, pair.operands[0], parts[0], parts[1], (1,) * len(shapes[0])))
     return results
 
 
-def _part(step: Step, value: Relation, own: _Part, other: _Part, strides: Sequence[int]) -> AnyRelation:
-    """Returns the relation of a slice: whole blocks of a split dim, and the same elements of the others."""
-    sizes, splits, changed = step.shape(0), [], set()
+def _part(pair: EquationPair, value: Relation, own: _Part, other: _Part, strides: Sequence[int]) -> AnyRelation:
+    """Returns the relation of a slice: complete blocks of a split dim, and the same elements of the others."""
+    sizes, splits, changed = pair.shape(0), [], set()
     for split in value.splits:
-        dim, number = split.dim, step.analysis.group_size(split.axes)
+        dim, number = split.dim, pair.analysis.group_size(split.axes)
         changed.add(dim)
         block = sizes[dim] // split.outer
         start, limit = own.start[dim], own.limit[dim]
         is_scaled = (other.start[dim], other.limit[dim]) == (start * number, limit * number)
         if strides[dim] != 1 or start % block or limit % block or not is_scaled or start == limit:
-            return step.lost("part", value)
+            return pair.lost("part", value)
         splits.append(split.replace(outer=(limit - start) // block))
     for dim in range(len(sizes)):
         is_stack = value.stack is not None and value.stack[1] == dim
         if dim in changed or is_stack:
             continue
         if (own.start[dim], own.limit[dim]) != (other.start[dim], other.limit[dim]):
-            return step.lost("no rule")
+            return pair.lost("no rule")
     if value.stack is not None:
         axes, dim = value.stack
         if (own.start[dim], own.limit[dim]) != (0, sizes[dim]):
             is_copy = not (set(axes) & value.partial or any(set(s.axes) & set(axes) for s in splits) or value.extreme)
-            if not is_copy or own.limit[dim] - own.start[dim] != 1 or sizes[dim] != step.analysis.group_size(axes):
-                return step.lost("index", value)
+            if not is_copy or own.limit[dim] - own.start[dim] != 1 or sizes[dim] != pair.analysis.group_size(axes):
+                return pair.lost("index", value)
             value = value.replace(stack=None)
     if any(len(numbers) > 1 for _, numbers in value.offset) and own.limit[-1] - own.start[-1] != sizes[-1]:
-        return step.lost("index")
+        return pair.lost("index")
     return value.replace(splits=tuple(splits))
 
 
 @rule("stack")
-def stacked(step: Step) -> list[AnyRelation]:
+def stacked(pair: EquationPair) -> list[AnyRelation]:
     """`stack` along a new dim."""
-    axis = step.params["axis"]
-    moved = []
-    for value in step.operands:
+    axis = pair.params["axis"]
+    values = []
+    for value in pair.operands:
         splits = tuple(s.replace(dim=s.dim + (s.dim >= axis)) for s in value.splits)
         stack = (value.stack[0], value.stack[1] + (value.stack[1] >= axis)) if value.stack else None
-        moved.append(value.replace(splits=splits, stack=stack))
-    if any(value.offset or value.is_index for value in moved):
-        return [step.lost("index")]
-    others = [value for value in moved if not value.is_zero]
-    filled = [v.replace(splits=others[0].splits) if v.is_zero and others else v for v in moved]
-    joined = step.joined(filled)
-    return [step.lost("order") if isinstance(joined, Lost) and joined.reason == "mixed" else joined]
+        values.append(value.replace(splits=splits, stack=stack))
+    if any(value.offset or value.is_index for value in values):
+        return [pair.lost("index")]
+    return [_joined_parts(pair, values)]
 
 
 @rule("unstack")
-def unstacked(step: Step) -> list[AnyRelation]:
+def unstacked(pair: EquationPair) -> list[AnyRelation]:
     """`unstack`: a dim becomes one result per index."""
-    value, axis = step.operands[0], step.params["axis"]
-    if len(step.whole.outvars) != len(step.equation.outvars) or value.offset:
-        return step.every(step.lost("part", value))
+    value, axis = pair.operands[0], pair.params["axis"]
+    if len(pair.single.outvars) != len(pair.equation.outvars) or value.offset:
+        return pair.every(pair.lost("part", value))
     if value.stack and value.stack[1] == axis:
         is_copy = not (set(value.stack[0]) & value.partial or value.extreme)
         if not is_copy or any(set(split.axes) & set(value.stack[0]) for split in value.splits):
-            return step.every(step.lost("index", value))
+            return pair.every(pair.lost("index", value))
         value = value.replace(stack=None)
     if any(split.dim == axis for split in value.splits):
-        return step.every(step.lost("part", value))
-    return step.every(moved(step, value, lambda dim: shifted_dim(dim, (axis,))))
+        return pair.every(pair.lost("part", value))
+    return pair.every(moved(pair, value, lambda dim: shifted_dim(dim, (axis,))))

@@ -1,23 +1,19 @@
 """Rules for products of matrices, convolutions and linear algebra."""
 
+from jdist._src.jaxpr.dims import dot_general_dims
 from jdist._src.jaxpr.relation_rules.arithmetic import product
-from jdist._src.jaxpr.relation_rules.step import Step, rule
+from jdist._src.jaxpr.relation_rules.equation_pair import EquationPair, rule
 from jdist._src.jaxpr.relations import AnyRelation, Lost, Relation, Split
 
 
 @rule("dot_general")
-def contracted(step: Step) -> list[AnyRelation]:
+def contracted(pair: EquationPair) -> list[AnyRelation]:
     """`dot_general`."""
-    first, second = step.operands
+    first, second = pair.operands
     if first.stack or second.stack:
-        return [step.lost("no rule")]
-    contracting, batch = step.params["dimension_numbers"]
-    ranks = [len(step.shape(0)), len(step.shape(1))]
-    free = [[d for d in range(ranks[k]) if d not in contracting[k] and d not in batch[k]] for k in (0, 1)]
-    positions: list[dict[int, int]] = []
-    for k in (0, 1):
-        start = len(batch[0]) + (len(free[0]) if k else 0)
-        positions.append({dim: n for n, dim in enumerate(batch[k])} | {dim: start + n for n, dim in enumerate(free[k])})
+        return [pair.lost("no rule")]
+    contracting, batch = pair.params["dimension_numbers"]
+    new_dims = dot_general_dims(pair.equation)
     summed: set[str] = set()
     splits: set[Split] = set()
     for k, value in enumerate((first, second)):
@@ -28,44 +24,46 @@ def contracted(step: Step) -> list[AnyRelation]:
             elif split.dim in batch[k]:
                 partner = batch[1 - k][list(batch[k]).index(split.dim)]
             else:
-                splits.add(split.replace(dim=positions[k][split.dim]))
+                splits.add(split.replace(dim=new_dims[k][split.dim]))
                 continue
             if split.replace(dim=partner) not in other.splits:
-                return [step.lost("order")]
+                return [pair.lost("order")]
             if split.dim in contracting[k]:
                 summed.update(split.axes)
             else:
-                splits.add(split.replace(dim=positions[k][split.dim]))
-    return [_bilinear(step, first, second, splits, summed)]
+                splits.add(split.replace(dim=new_dims[k][split.dim]))
+    return [_bilinear(pair, first, second, splits, summed)]
 
 
-def _bilinear(step: Step, first: Relation, second: Relation, splits: set[Split], summed: set[str]) -> AnyRelation:
+def _bilinear(
+    pair: EquationPair, first: Relation, second: Relation, splits: set[Split], summed: set[str]
+) -> AnyRelation:
     split_axes = [axis for split in splits for axis in split.axes]
     if len(split_axes) > len(set(split_axes)) or set(split_axes) & summed:
-        return step.lost("pairs")
+        return pair.lost("pairs")
     both = (first, second)
     axes = [{axis for split in value.splits for axis in split.axes} for value in both]
     for k, value in enumerate(both):
         if value.partial & axes[1 - k]:
-            return step.lost("statistic", value)
+            return pair.lost("statistic", value)
     ordered = tuple(sorted(splits, key=lambda s: s.dim))
-    result = product(step, first, second, ordered)
+    result = product(pair, first, second, ordered)
     if isinstance(result, Lost):
         return result
     nonnegative = first.is_nonnegative and second.is_nonnegative
-    origin = step.cause(first, second) if summed else result.origin
+    origin = pair.cause(first, second) if summed else result.origin
     partial = result.partial | summed
     return result.replace(partial=partial, is_nonnegative=nonnegative, origin=origin)
 
 
 @rule("conv_general_dilated")
-def convolved(step: Step) -> list[AnyRelation]:
+def convolved(pair: EquationPair) -> list[AnyRelation]:
     """`conv_general_dilated`. The gradient of a kernel has the examples among the input features."""
-    lhs, rhs = step.operands
-    numbers = step.params["dimension_numbers"]
-    groups = step.params["feature_group_count"], step.params["batch_group_count"]
+    lhs, rhs = pair.operands
+    numbers = pair.params["dimension_numbers"]
+    groups = pair.params["feature_group_count"], pair.params["batch_group_count"]
     if lhs.stack or rhs.stack:
-        return [step.lost("no rule")]
+        return [pair.lost("no rule")]
     splits: set[Split] = set()
     summed: set[str] = set()
     for split in lhs.splits:
@@ -73,51 +71,51 @@ def convolved(step: Step) -> list[AnyRelation]:
             splits.add(split.replace(dim=numbers.out_spec[0]))
         elif split.dim == numbers.lhs_spec[1] and groups == (1, 1):
             if split.replace(dim=numbers.rhs_spec[1]) not in rhs.splits:
-                return [step.lost("order")]
+                return [pair.lost("order")]
             summed.update(split.axes)
         else:
-            return [step.lost("no rule")]
+            return [pair.lost("no rule")]
     for split in rhs.splits:
         if split.dim == numbers.rhs_spec[0] and groups == (1, 1):
             splits.add(split.replace(dim=numbers.out_spec[1]))
         elif split.dim != numbers.rhs_spec[1] or groups != (1, 1) or not summed:
-            return [step.lost("no rule")]
-    return [_bilinear(step, lhs, rhs, splits, summed)]
+            return [pair.lost("no rule")]
+    return [_bilinear(pair, lhs, rhs, splits, summed)]
 
 
 @rule("cholesky lu eigh eig svd qr geqrf householder_product tridiagonal_solve schur")
-def matrices(step: Step) -> list[AnyRelation]:
+def matrices(pair: EquationPair) -> list[AnyRelation]:
     """Linear algebra on the last two dims."""
-    if not all(value.is_pointwise for value in step.operands):
-        return step.every(step.lost("no rule"))
-    spread = step.pointwise()
-    ranks = [len(step.shape(i)) for i in range(len(step.operands))]
+    if not all(value.is_pointwise for value in pair.operands):
+        return pair.every(pair.lost("no rule"))
+    spread = pair.pointwise()
+    ranks = [len(pair.shape(i)) for i in range(len(pair.operands))]
     if isinstance(spread, Lost) or any(split.dim >= min(ranks) - 2 for split in spread.splits):
-        return step.every(step.lost("no rule"))
-    return step.every(spread)
+        return pair.every(pair.lost("no rule"))
+    return pair.every(spread)
 
 
 @rule("triangular_solve")
-def solved(step: Step) -> list[AnyRelation]:
+def solved(pair: EquationPair) -> list[AnyRelation]:
     """`triangular_solve`: linear in the second operand."""
-    matrix, value = step.operands
-    rank = len(step.shape(0))
+    matrix, value = pair.operands
+    rank = len(pair.shape(0))
     is_known = matrix.is_plain and matrix.factor > 0 and not (value.stack or value.extreme or value.is_special)
     axes = {axis for split in matrix.splits for axis in split.axes}
-    columns = rank - 1 if step.params["left_side"] else rank - 2
+    columns = rank - 1 if pair.params["left_side"] else rank - 2
     shared = tuple(split for split in value.splits if split.dim != columns)
     if not is_known or matrix.splits != shared or any(split.dim >= rank - 2 for split in shared):
-        return [step.lost("no rule")]
+        return [pair.lost("no rule")]
     if value.partial & axes:
-        return [step.lost("statistic", value)]
+        return [pair.lost("statistic", value)]
     return [value.replace(factor=value.factor / matrix.factor, is_nonnegative=False)]
 
 
 @rule("fft")
-def transformed(step: Step) -> list[AnyRelation]:
+def transformed(pair: EquationPair) -> list[AnyRelation]:
     """A linear transformation of the last dims."""
-    value = step.operands[0]
-    first = len(step.shape(0)) - len(step.params["fft_lengths"])
+    value = pair.operands[0]
+    first = len(pair.shape(0)) - len(pair.params["fft_lengths"])
     if value.stack or value.extreme or value.is_special or any(split.dim >= first for split in value.splits):
-        return [step.lost("no rule")]
+        return [pair.lost("no rule")]
     return [value.replace(is_nonnegative=False)]

@@ -11,5 +11,5 @@ from jdist._src.jaxpr.relation_rules import (  # noqa: F401  # they register the
     reductions,
     shapes,
 )
-from jdist._src.jaxpr.relation_rules.step import ELEMENTWISE as ELEMENTWISE
-from jdist._src.jaxpr.relation_rules.step import RULES as RULES
+from jdist._src.jaxpr.relation_rules.equation_pair import ELEMENTWISE as ELEMENTWISE
+from jdist._src.jaxpr.relation_rules.equation_pair import RULES as RULES

@@ -16,26 +16,12 @@ import numpy as np
 from jdist._src.core.html_page import COLORS
 from jdist._src.core.optional_import import optional_import
 from jdist._src.core.rendering import printable
+from jdist._src.training.history_columns import NON_METRIC_COLUMNS, NORMS, VALIDATION_PREFIX
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Columns of a history that are not metrics.
-FACTS = (
-    "epoch",
-    "step",
-    "seconds",
-    "examples_per_second",
-    "tokens_per_second",
-    "mfu",
-    "stalled_fraction",
-    "skipped_steps",
-    "dropped_examples",
-    "learning_rate",
-)
-NORMS = ("gradient_norm", "update_norm", "parameter_norm")  # columns of `fit(norms=True)`
-VALIDATION_PREFIX = "val_"
 _INK = {name: light for name, (light, _) in COLORS.items()}
 _METRICS_PER_PANEL = 5  # the number of metric colors
 _MAX_POINTS = 200  # of the loss of the steps; a longer run is drawn as a range
@@ -119,8 +105,8 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
     metrics = metric_columns(columns)
     curves = _curves({"loss": metrics.pop("loss", {})}, columns, ["loss"])
     norms = {name: metrics.pop(name) for name in NORMS if name in metrics}
-    trace, bad_steps = _loss_of_steps(losses)
-    panels = [_panel("Loss", x_label if curves else "step", [*trace, *curves], bad_steps)]
+    step_curves, bad_steps = _loss_of_steps(losses)
+    panels = [_panel("Loss", x_label if curves else "step", [*step_curves, *curves], bad_steps)]
     shared, separate = [], []
     for name, data_names in metrics.items():
         values = np.concatenate([columns[column][1] for column in data_names])
@@ -149,16 +135,16 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
 def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
     """Returns the columns of the loss and of each metric, with the names of their data; the loss first, and training first.
 
-    The data of `val_loss` are "validation", and those of `val_easy_loss` are the validation set "easy".
+    The data of `val_loss` are "validation", and the data of `val_easy_loss` are the validation set "easy".
 
     Example:
         >>> metric_columns(["epoch", "recall", "loss", "val_loss", "val_easy_recall"])
         {'loss': {'loss': 'training', 'val_loss': 'validation'},
          'recall': {'recall': 'training', 'val_easy_recall': 'easy'}}
     """
-    names = [name for name in dict.fromkeys(columns) if name not in FACTS]
+    names = [name for name in dict.fromkeys(columns) if name not in NON_METRIC_COLUMNS]
     training = [name for name in names if not name.startswith(VALIDATION_PREFIX)]
-    found: dict[str, dict[str, str]] = {name: {name: "training"} for name in training}
+    columns_of: dict[str, dict[str, str]] = {name: {name: "training"} for name in training}
     for column in names:
         if not column.startswith(VALIDATION_PREFIX):
             continue
@@ -168,8 +154,8 @@ def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
             if suffixes:
                 metric = max(suffixes, key=len)
                 name, data = metric, name.removesuffix(f"_{metric}")
-        found.setdefault(name, {})[column] = data
-    return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
+        columns_of.setdefault(name, {})[column] = data
+    return {name: columns_of[name] for name in sorted(columns_of, key=lambda name: name != "loss")}
 
 
 def is_drawable(values: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,15 +17,11 @@ import jax
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.html_page import escaped, html_page
 from jdist._src.core.paths import as_path
-from jdist._src.core.rendering import facts_table, html_of, printable
+from jdist._src.core.rendering import facts_html, printable
 from jdist._src.execution.traced import Proof
 from jdist._src.training.history import format_value, row_name
-from jdist._src.training.report.charts import (
-    FACTS,
-    chart_panels,
-    figure_as_svg,
-    to_float,
-)
+from jdist._src.training.history_columns import NON_METRIC_COLUMNS
+from jdist._src.training.report.charts import chart_panels, figure_as_svg, to_float
 
 _MAX_NAMES = 2_000  # in a list of results
 _MAX_PROOF_LENGTH = 400
@@ -77,7 +73,7 @@ def _page(fit: Any, title: str) -> str:
     history = fit.history
     titles = escaped(", ".join(panel.title for panel in chart_panels(history.rows, history.losses)))
     charts = f'<figure role="img" aria-label="{titles}">{figure_as_svg(history.plot())}</figure>'
-    sections = {"Results": _facts(_results(fit)), "Charts": charts}
+    sections = {"Results": facts_html("", _results(fit)), "Charts": charts}
     summary = getattr(fit, "summary", lambda: None)()
     if summary is not None:
         sections["Model"] = summary._repr_html_()
@@ -87,18 +83,14 @@ def _page(fit: Any, title: str) -> str:
         sections["Strategy"] = fit.description._repr_html_()
     if fit.proof is not None:
         sections["Proof"] = _proof(fit.proof)
-    sections["Environment"] = _facts(_environment())
+    sections["Environment"] = facts_html("", _environment())
     return html_page(title, [fit.stop_reason], sections)
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    return html_of(facts_table("", {printable(name): printable(fact, 400) for name, fact in facts.items()}))
 
 
 def _results(fit: Any) -> dict[str, str]:
     """Returns the last loss and metrics, the number of steps, the duration and the throughput."""
     history = fit.history
-    results = {name: format_value(history[name][-1]) for name in history.columns if name not in FACTS}
+    results = {name: format_value(history[name][-1]) for name in history.columns if name not in NON_METRIC_COLUMNS}
     row = row_name(history)
     results["steps"] = f"{fit.steps:,} in {len(history):,} {row}{'s' * (len(history) != 1)}"
     if "seconds" in history:

@@ -1,11 +1,11 @@
-"""Traces of a cluster: strategies on own devices in a launched process, and variables that no resolver accepts."""
+"""Strategies on the devices of a launched process, and variables of a cluster that no resolver accepts."""
 
 import jax
 import numpy as np
 import pytest
 
 import jdist
-from jdist._src.cluster.traces import _TRACES, launched_process, unresolved_variables
+from jdist._src.cluster.detection import _SIZE_VARIABLES, launched_process, unresolved_variables
 from jdist._src.strategies import current
 
 LAUNCHED = {"JDIST_COORDINATOR_ADDRESS": "a:1", "JDIST_NUM_PROCESSES": "2", "JDIST_PROCESS_ID": "1"}
@@ -60,9 +60,9 @@ def test_incomplete_settings_warn_and_are_accepted(monkeypatch):
         jdist.MirroredStrategy()
 
 
-@pytest.mark.parametrize("size", _TRACES)
+@pytest.mark.parametrize("size", _SIZE_VARIABLES)
 def test_variables_of_several_processes_without_a_resolver_are_named(size):
-    others = _TRACES[size]
+    others = _SIZE_VARIABLES[size]
     assert unresolved_variables({size: "4", **dict.fromkeys(others, "1")}) == [size, *others]
     assert unresolved_variables({size: "1", **dict.fromkeys(others, "1")}) == []
 

@@ -123,10 +123,10 @@ def check_devices(devices: Mapping[str, Any], environ: Mapping[str, str], folder
     detail = f"{kinds} (platform {devices['platform']})"
     if devices["platform"] == "cpu" and not environ.get("JAX_PLATFORMS"):
         names = os.listdir(folder)
-        for pattern, kind, extra in (("nvidia[0-9]+", "NVIDIA GPU", "cuda"), ("accel_?[0-9]+", "TPU", "tpu")):
+        for pattern, kind, extra in (("nvidia[0-9]+", "an NVIDIA GPU", "cuda"), ("accel_?[0-9]+", "a TPU", "tpu")):
             if any(re.fullmatch(pattern, name) for name in names):
-                advice = f'This machine has an {kind}: `python -m pip install -U "jdist[{extra}]"`.'
-                return Check("devices", detail, advice.replace("an TPU", "a TPU"))
+                advice = f'This machine has {kind}: `python -m pip install -U "jdist[{extra}]"`.'
+                return Check("devices", detail, advice)
     return Check("devices", detail)
 
 
@@ -214,18 +214,18 @@ def check_coordinator(resolver: ClusterResolver) -> Check:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
-        family, _, _, _, found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        family, _, _, _, socket_address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         advice = (
             f"Use a name or an address of process 0 that this machine can resolve; check with `getent hosts {host}`."
         )
         return Check("coordinator", f"{address}: the host {host!r} cannot be resolved ({error.strerror})", advice)
-    detail = f"{address} ({found[0]})"
+    detail = f"{address} ({socket_address[0]})"
     with socket.socket(family) as probe:
         if resolver.process_id == 0:
             try:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("", found[1]))
+                probe.bind(("", socket_address[1]))
                 probe.listen()
             except OSError as error:
                 advice = f"End the program that uses it (`ss -ltnp 'sport = :{port}'`), or choose another port."
@@ -233,7 +233,7 @@ def check_coordinator(resolver: ClusterResolver) -> Check:
             return Check("coordinator", f"{detail}: the port is free on this machine, which has process 0")
         probe.settimeout(_CONNECT_SECONDS)
         try:
-            probe.connect(found)
+            probe.connect(socket_address)
         except ConnectionRefusedError:
             return Check("coordinator", f"{detail}: the host responds, and process 0 does not listen yet")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Traces of a cluster: the number of processes that the environment shows, and variables that no resolver accepts."""
+"""Detects that a launcher has started this process as one of several, and variables of a cluster that no resolver accepts."""
 
 import os
 import re
@@ -8,9 +8,9 @@ from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
 from jdist._src.cluster.settings import Variables
 from jdist._src.core.source_lines import warn_at_caller
 
-# Launchers, queues and operators of which no resolver reads the variables: the number of processes or nodes, and other
-# variables of the same source for the message.
-_TRACES = {
+# Variables of launchers, queues and operators that no resolver reads, or only if all of a group are set: the number of
+# processes or nodes, and other variables of the same source for the message.
+_SIZE_VARIABLES = {
     "PET_NNODES": ("PET_RDZV_ENDPOINT", "PET_NODE_RANK"),  # elastic PyTorchJob, or torchrun's own variables
     "PADDLE_NNODES": ("PADDLE_MASTER", "PADDLE_TRAINER_ID"),
     "PADDLE_TRAINERS_NUM": ("PADDLE_TRAINER_ID",),
@@ -57,7 +57,7 @@ def unresolved_variables(environ: Variables) -> list[str]:
         ['LWS_GROUP_SIZE', 'LWS_WORKER_INDEX']
     """
     names: list[str] = []
-    for size, others in _TRACES.items():
+    for size, others in _SIZE_VARIABLES.items():
         present = [name for name in others if environ.get(name, "").strip()]
         numbers = map(int, re.findall("[0-9]+", environ.get(size, "")))  # `"1:4"` is a range
         if max(numbers, default=0) > 1 and (present or size not in _AMBIGUOUS):

@@ -1,4 +1,4 @@
-"""`Step`: one equation with the relations of its operands, and `rule`, which registers the rule of a primitive."""
+"""`EquationPair`: an equation with the relations of its operands, and `rule`, which registers the rule of a primitive."""
 
 import dataclasses
 import math
@@ -9,27 +9,28 @@ import numpy as np
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Literal
+from jdist._src.jaxpr.causes import Cause
 from jdist._src.jaxpr.relations import (
     ZERO,
     AnyRelation,
-    Cause,
     Lost,
     Relation,
     Site,
+    SiteCause,
     Split,
-    aligned,
-    flags,
+    inherited,
     is_close,
     may_be_one,
+    with_equal_partial_axes,
 )
 
-RuleT = TypeVar("RuleT", bound=Callable[["Step"], list[AnyRelation]])
-RULES: dict[str, Callable[["Step"], list[AnyRelation]]] = {}  # by the name of the primitive
+RuleT = TypeVar("RuleT", bound=Callable[["EquationPair"], list[AnyRelation]])
+RULES: dict[str, Callable[["EquationPair"], list[AnyRelation]]] = {}  # by the name of the primitive
 ELEMENTWISE: set[str] = set()  # primitives that compute each element from the same element of the operands
 
 
 def rule(primitives: str, elementwise: bool = False) -> Callable[[RuleT], RuleT]:
-    """Registers the rule of primitives: a function from a `Step` to one relation per result.
+    """Registers the rule of primitives: a function from an `EquationPair` to one relation per result.
 
     Args:
         primitives: Their names, separated by spaces.
@@ -56,18 +57,18 @@ class Analysis(Protocol):
     def group_size(self, axes: Sequence[str]) -> int: ...
 
 
-class Step:
-    """One equation with its operands.
+class EquationPair:
+    """An equation of one replica, the same equation of the function on one device, and the relations of the operands.
 
     Attributes:
         analysis: The analysis.
         equation: The equation of one replica.
-        whole: The equation of one device.
+        single: The equation of one device. Its shapes, and constants that depend on shapes, may be others.
         operands: The relations of the operands.
     """
 
-    def __init__(self, analysis: Analysis, equation: Equation, whole: Equation, operands: Sequence[AnyRelation]):
-        self.analysis, self.equation, self.whole = analysis, equation, whole
+    def __init__(self, analysis: Analysis, equation: Equation, single: Equation, operands: Sequence[AnyRelation]):
+        self.analysis, self.equation, self.single = analysis, equation, single
         self.operands: Any = list(operands)
 
     @property
@@ -86,16 +87,16 @@ class Step:
         """Returns the shape of a result, on a replica."""
         return jax_compat.shape_of(self.equation.outvars[number])
 
-    def whole_result_shape(self, number: int = 0) -> tuple[int, ...]:
+    def single_result_shape(self, number: int = 0) -> tuple[int, ...]:
         """Returns the shape of a result, on one device."""
-        return jax_compat.shape_of(self.whole.outvars[number])
+        return jax_compat.shape_of(self.single.outvars[number])
 
     def is_same_operand(self) -> bool:
         """Whether both operands are one value."""
         first, second = self.equation.invars
         return not isinstance(first, Literal) and first is second
 
-    def cause(self, *operands: AnyRelation) -> Cause:
+    def cause(self, *operands: AnyRelation) -> SiteCause:
         """Returns the cause of a result that begins here, or where an operand became a partial value."""
         parent = next((value.origin for value in operands if isinstance(value, Relation) and value.origin), None)
         return Cause(self.analysis.site(self.equation), parent, parent.depth + 1 if parent else 0)
@@ -119,6 +120,7 @@ class Step:
         return self.lost_again(min(values, key=lambda one: (not one.is_unknown, one.cause.depth if one.cause else 0)))
 
     def lost_again(self, value: Lost) -> Lost:
+        """Returns the result for an operand that is lost: this equation is added to the causes."""
         parent = value.cause
         cause = Cause(self.analysis.site(self.equation), parent, parent.depth + 1) if parent else self.cause()
         return dataclasses.replace(value, cause=cause)
@@ -127,8 +129,8 @@ class Step:
         """Returns `result` if it fits the shapes of both results."""
         if isinstance(result, Lost):
             return result
-        local, whole = self.result_shape(number), self.whole_result_shape(number)
-        if len(local) != len(whole):
+        local, single = self.result_shape(number), self.single_result_shape(number)
+        if len(local) != len(single):
             return self.lost("no rule")
         if result.is_nonnegative and getattr(jax_compat.dtype_of(self.equation.outvars[number]), "kind", "") == "c":
             result = result.replace(is_nonnegative=result.is_zero)
@@ -146,7 +148,7 @@ class Step:
             for split in result.splits:
                 if split.axes == axes and split.dim == dim:
                     return self.lost("no rule")
-        if tuple(expected) != tuple(whole):
+        if tuple(expected) != tuple(single):
             return self.lost("no rule")
         return result
 
@@ -167,14 +169,14 @@ class Step:
             return first
         if any(value.is_index for value in values) or len({value.offset for value in values}) > 1:
             return self.lost("no rule", *values)
-        fitting = aligned(values, self.analysis.axis_sizes)
+        fitting = with_equal_partial_axes(values, self.analysis.axis_sizes)
         if fitting is None:
             return self.lost("mixed", *values)
         return dataclasses.replace(
             fitting[0],
             is_zero=all(value.is_zero for value in values),
             is_nonnegative=all(value.is_nonnegative for value in values),
-            **flags(*values),
+            **inherited(*values),
         )
 
     def mixed(self, first: Relation, second: Relation) -> Lost:
@@ -192,23 +194,24 @@ class Step:
         ratio = first.factor * sizes[0] / (second.factor * sizes[1])
         return any(is_close(ratio, float(self.num_replicas) ** power) for power in (-1, 1))
 
-    def other(self) -> list[AnyRelation]:
-        """An equation without a rule: equal operands have equal results."""
+    def without_rule(self) -> list[AnyRelation]:
+        """Returns the results of an equation without a rule: equal operands have equal results."""
         contents = jax_compat.contents(self.equation)
         is_plain = all(value.is_equal for value in self.operands)
         has_effect = any(map(jax_compat.may_vary_between_replicas, self.equation.effects))
         names_axis = contents.names & set(self.analysis.axis_sizes)
         if not is_plain or contents.opaque or has_effect or names_axis or not self.has_same_params():
             return self.every(self.lost("no rule"))
-        return self.every(Relation(**flags(*self.operands)))
+        return self.every(Relation(**inherited(*self.operands)))
 
     def has_same_params(self) -> bool:
-        own, other = self.equation.params, self.whole.params
-        return own.keys() == other.keys() and self.has_same(*(own.keys() - {"sharding", "out_sharding"}))
+        """Whether the parameters of both equations are equal, except for shardings."""
+        keys = self.params.keys()
+        return keys == self.single.params.keys() and self.has_same(*(keys - {"sharding", "out_sharding"}))
 
     def has_same(self, *keys: str) -> bool:
         """Whether these parameters are equal in both programs."""
-        pairs = [(self.params.get(key), self.whole.params.get(key)) for key in keys]
+        pairs = [(self.params.get(key), self.single.params.get(key)) for key in keys]
         try:
             return all(a is b or bool(a == b) or a != a and b != b for a, b in pairs)  # NaN
         except Exception:  # arrays, or objects of libraries
@@ -223,6 +226,7 @@ class Step:
         return list(self.operands)[: len(self.equation.outvars)]
 
     def pointwise(self, **known: Any) -> AnyRelation:
+        """Returns the result of a function of single elements, with the fields `known`, if each operand is pointwise."""
         values = self.operands
         for value in values:
             if value.partial:
@@ -236,7 +240,7 @@ class Step:
         spread = self.spread(values)
         if isinstance(spread, Lost):
             return spread
-        return Relation(splits=spread[0].splits, stack=spread[0].stack, **flags(*values), **known)
+        return Relation(splits=spread[0].splits, stack=spread[0].stack, **inherited(*values), **known)
 
     def spread(self, values: Sequence[Relation]) -> list[Relation] | Lost:
         """Gives values that are broadcast to the shape of the result the splits of those that they are combined with."""
@@ -248,16 +252,16 @@ class Step:
         stack = next((value.stack for value in values if value.stack), None)
         spread = []
         for i, value in enumerate(values):
-            shape = jax_compat.shape_of(self.whole.invars[i])
-            own = {split.dim: split for split in value.splits}
+            shape = jax_compat.shape_of(self.single.invars[i])
+            own_splits = {split.dim: split for split in value.splits}
             is_broadcast = lambda dim, shape=shape: not shape or shape[dim] == 1
             for dim, split in splits.items():
-                own_split = own.get(dim, split)
+                own_split = own_splits.get(dim, split)
                 sizes = [self.analysis.group_size(one.axes) for one in (own_split, split)]
                 is_same = own_split == split or own_split.is_constant and sizes[0] == sizes[1]
-                if not is_same or dim not in own and not is_broadcast(dim):
+                if not is_same or dim not in own_splits and not is_broadcast(dim):
                     return self.lost("order", value)
-                if dim not in own and value.partial & set(split.axes):
+                if dim not in own_splits and value.partial & set(split.axes):
                     return self.lost("statistic", value)
             if stack and value.stack != stack and (value.stack or shape and self.shape(i)[stack[1]] != 1):
                 return self.lost("no rule", value)
@@ -267,15 +271,15 @@ class Step:
 
     def zeros(self) -> AnyRelation:
         """Returns zeros of the shape of the result."""
-        local, whole = self.result_shape(), self.whole_result_shape()
-        if len(local) != len(whole):
+        local, single = self.result_shape(), self.single_result_shape()
+        if len(local) != len(single):
             return self.lost("no rule")
         known = {split.dim: split for value in self.operands if isinstance(value, Relation) for split in value.splits}
         splits = []
         for dim in range(len(local)):
-            if local[dim] == whole[dim]:
+            if local[dim] == single[dim]:
                 continue
-            axes = self.group_of(local[dim], whole[dim])
+            axes = self.group_of(local[dim], single[dim])
             if dim not in known and axes is None:
                 return self.lost("no rule")
             splits.append(known[dim] if dim in known else Split(axes, dim))  # type: ignore[arg-type]
@@ -292,21 +296,17 @@ class Step:
                     low, high = (low, high + 1) if is_division and i else (low - 1, high)
         return max(low, -2), min(high, 2)
 
-    def group_of(self, local: int, whole: int, known: set[str] = frozenset()) -> tuple[str, ...] | None:  # type: ignore[assignment]
-        """Returns the mesh axes along which a dim is split that has these sizes; None if they are not known."""
-        found = self._groups_of(local, whole, known)
-        return found[0] if len(found) == 1 else None
+    def group_of(self, local: int, single: int) -> tuple[str, ...] | None:
+        """Returns the mesh axes along which a dim with these sizes is split; None if several groups of axes are possible."""
+        groups = self._groups_of(local, single)
+        return groups[0] if len(groups) == 1 else None
 
-    def any_group_of(self, local: int, whole: int, known: set[str]) -> tuple[str, ...] | None:
-        """Returns mesh axes along which a dim may be split that has these sizes: any will do if the value is constant."""
-        return next(iter(self._groups_of(local, whole, known)), None)
+    def any_group_of(self, local: int, single: int, used_axes: set[str]) -> tuple[str, ...] | None:
+        """Returns unused mesh axes along which a dim with these sizes may be split, for a value that is constant along it."""
+        return next((axes for axes in self._groups_of(local, single) if used_axes.isdisjoint(axes)), None)
 
-    def _groups_of(self, local: int, whole: int, known: set[str]) -> list[tuple[str, ...]]:
-        return [
-            axes
-            for axes in self.analysis.groups
-            if local and whole == local * self.analysis.group_size(axes) and not set(axes) & known
-        ]
+    def _groups_of(self, local: int, single: int) -> list[tuple[str, ...]]:
+        return [axes for axes in self.analysis.groups if local and single == local * self.analysis.group_size(axes)]
 
 
 def number_of(atom: Any) -> float:
@@ -315,12 +315,15 @@ def number_of(atom: Any) -> float:
 
 
 def kind_of_dtype(dtype: np.dtype) -> str:
+    """Returns the kind of a dtype; numpy reports "V" for bfloat16 and the float8 dtypes, which are floats."""
     return "f" if dtype.kind == "V" else dtype.kind
 
 
 def shifted_dim(dim: int, removed: Sequence[int]) -> int:
+    """Returns the position of a dim after other dims are removed."""
     return dim - sum(other < dim for other in removed)
 
 
 def ordered_offset(offset: Iterable[tuple[str, tuple[float, ...]]]) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """Returns an offset in the order of the axes, without axes of zeros, so that equal offsets compare as equal."""
     return tuple(sorted((axis, numbers) for axis, numbers in offset if any(numbers)))
