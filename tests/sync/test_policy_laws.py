@@ -462,9 +462,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "value, says", [(sync.mean, r"got <function mean>\. Call it\."), ("mean", r"got 'mean'\.$")]
-)
+@pytest.mark.parametrize("value, says", [(sync.mean, r"got <function mean>\. Call it\."), ("mean", r"got 'mean'\.$")])
 @pytest.mark.parametrize("name", MAKERS)
 def test_argument_that_is_not_a_transformation_is_refused(name, value, says):
     with pytest.raises(
