@@ -107,6 +107,14 @@ def test_index_without_lookup_keeps_the_dense_update(parts):
     assert [len(one.tables) for one in parts] == [0]
 
 
+def test_sum_over_rows_of_a_power_that_is_not_zero_there_is_that_of_the_dense_table(parts):
+    count = lambda grads: sum(jax.lax.integer_pow(g, 0).sum() for g in jax.tree.leaves(grads))
+    divided = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / count(grads), grads))
+    expected = train(jdist.OneDeviceStrategy("cpu:0"), optax.chain(divided, optax.sgd(0.1)))
+    results = train(jdist.ParameterServerStrategy(max_staleness=0), optax.chain(divided, optax.sgd(0.1)))
+    np.testing.assert_allclose(results[0]["table"], expected[0]["table"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_two_tables_and_two_lookups_of_one_table(parts):
     def run(strategy):

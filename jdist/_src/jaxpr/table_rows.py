@@ -80,7 +80,7 @@ def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[An
             accepted.add(id(equation))
         elif name == "broadcast_in_dim" and not jax_compat.shape_of(operands[0]):
             filled[equation.outvars[0]] = operands[0]
-        elif name in _KEEPS_ZERO and _is_filled_zero(operands[0], filled):
+        elif _keeps_zero(equation) and _is_filled_zero(operands[0], filled):
             filled[equation.outvars[0]] = filled[operands[0]]
             sources[equation.outvars[0]] = operands[0]
             accepted.add(id(equation))
@@ -114,6 +114,11 @@ def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[An
     return Table(read[0], table, tuple(dict.fromkeys(indices)), gradient, values)
 
 
+def _keeps_zero(equation: Equation) -> bool:
+    name = equation.primitive.name
+    return name in _KEEPS_ZERO and (name != "integer_pow" or equation.params["y"] > 0)
+
+
 def _is_zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and atom.val == 0
 
@@ -127,7 +132,7 @@ def _kind(equation: Equation, sparse: set[Any], true: set[Any], filled: Mapping[
     is_flat = len(jax_compat.shape_of(equation.outvars[0])) == 1
     if name == "concatenate" and is_flat or name == "reshape" and is_flat and is_sparse[0]:
         return "sparse"  # some elements are omitted, which are zero
-    if name in _KEEPS_ZERO and is_sparse[0]:
+    if _keeps_zero(equation) and is_sparse[0]:
         return "sparse"
     if name in ("add", "add_any", "sub") and all(a or b for a, b in zip(is_sparse, is_zero, strict=True)):
         return "sparse"
