@@ -54,7 +54,7 @@ def time_limit(text: str) -> Iterator[None]:
         seconds_of("JDIST_WARNING_SECONDS", WARNING_INTERVAL),
         seconds_of("JDIST_TIMEOUT_SECONDS", TIME_LIMIT),
     )
-    sentence = f"This process {text}{caller_text()}, for %.0f seconds."
+    subject = f"This process {text}{caller_text()}"
     has_ended = threading.Event()
 
     def watch() -> None:
@@ -62,9 +62,10 @@ def time_limit(text: str) -> Iterator[None]:
         while not has_ended.wait(step := min(interval, limit - waited)):
             waited += step
             if waited < limit:
-                _LOG.warning(sentence, waited)
+                _LOG.warning("%s, for %.0f seconds.", subject, waited)
                 continue
-            os.write(STDERR, f"jdist: {sentence % waited} It ends with exit status {HUNG}.\n".encode())
+            report = f"jdist: {subject}, for {waited:.0f} seconds. It ends with exit status {HUNG}.\n"
+            os.write(STDERR, report.encode())
             faulthandler.dump_traceback(STDERR)
             os._exit(HUNG)
 
