@@ -16,7 +16,7 @@ from jdist._src.core import jax_compat
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.replicate import replicate
 from jdist._src.execution.traced import UserCall as Call
-from jdist._src.jaxpr import replication
+from jdist._src.jaxpr import interpreter, replication
 from jdist._src.replica.context import ReplicaContext
 
 from laws import each_row
@@ -240,7 +240,8 @@ def _while_without_predicate(analysis, equation, test, body, carry):
 
 
 def _one_iteration(patch):
-    patch.setattr(replication, "fixed_point", lambda body, carry, join, are_equal: body(carry))
+    for module in (replication, interpreter):  # `scan_to_fixed_point` is in the second
+        patch.setattr(module, "fixed_point", lambda body, carry, join, are_equal: body(carry))
 
 
 def _harmless_effects(patch):
