@@ -25,9 +25,8 @@ options = sidebyside.parser("Training steps on several devices against TensorFlo
 options.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8], help="numbers of CPU devices")
 options.add_argument("--case", choices=["mlp", "cnn", "transformer"], help="run only this case")
 options.add_argument("--rounds", type=int, help="rounds (default: 21, with --quick 3)")
-options.add_argument(
-    "--backend", choices=BACKENDS, help=argparse.SUPPRESS
-)  # set for a process of one number of devices
+# Set for a process of one number of devices.
+options.add_argument("--backend", choices=BACKENDS, help=argparse.SUPPRESS)
 args = options.parse_args()
 
 if args.backend is None:

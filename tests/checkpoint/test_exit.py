@@ -123,7 +123,11 @@ def interrupt():
     time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt, daemon=True).start()
-os.mkdir = slow_mkdir  # so that the save takes longer than the interrupt
+rename = os.rename
+def slow_rename(*args, **kwargs):  # of the complete checkpoint, in the background
+    time.sleep(60)
+    rename(*args, **kwargs)
+os.rename = slow_rename
 c.save(1, state)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -123,8 +123,9 @@ def test_group_that_is_not_the_cluster_is_an_error(server, change, kind, message
         make_resolver(server)
 
 
-def test_host_without_a_metadata_server_is_not_found(server):
-    environ = {"GCE_METADATA_HOST": "127.0.0.1:1"}
+@pytest.mark.parametrize("variable", ["GCE_METADATA_HOST", "GCE_METADATA_IP"])
+def test_host_without_a_metadata_server_is_not_found(variable):
+    environ = {variable: "127.0.0.1:1"}
     with pytest.raises(
         ClusterNotFoundError, match=r"not on an instance of Google Compute Engine: .*127\.0\.0\.1:1.*Connection refused"
     ):

@@ -16,6 +16,22 @@ TEXT = (pathlib.Path(__file__).parent.parent.parent / "docs/ray.md").read_text(e
 SAVING = "callbacks=[log, saving]"
 
 
+def run_in_cluster(num_cpus, name, program, folder):
+    """Runs a program, which gets `folder` as its argument, with Ray on one node; returns its output."""
+    (folder / name).write_text(program, encoding="utf-8")
+    with ray_cluster(num_cpus=num_cpus, store_bytes=80_000_000) as enter:
+        done = subprocess.run(
+            [*enter, sys.executable, name, str(folder)],
+            cwd=folder,
+            env=environment() | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("fails", [False, True], ids=["no failure", "a failure"])
@@ -35,17 +51,7 @@ def test_ray_train_program_of_the_page_trains(fails, tmp_path):
 """
         line = "    trainer = jdist.Trainer("
         program = program.replace(SAVING, "callbacks=[fails, log, saving]").replace(line, function + line)
-    (tmp_path / "train_with_ray.py").write_text(program, encoding="utf-8")
-    with ray_cluster(num_cpus=3, store_bytes=80_000_000) as enter:
-        done = subprocess.run(
-            [*enter, sys.executable, "train_with_ray.py", str(tmp_path)],
-            cwd=tmp_path,
-            env=environment() | {"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_in_cluster(3, "train_with_ray.py", program, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [16, 32, 48, 64, 80]
     assert os.path.exists(tmp_path / "failed") == fails
@@ -58,15 +64,5 @@ def test_ray_tune_program_of_the_page_on_sweeps_reports_each_trial(tmp_path):
     pytest.importorskip("ray.tune", reason="Ray Tune is not installed.", exc_type=ImportError)
     page = (pathlib.Path(__file__).parent.parent.parent / "docs/sweeps.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n# tune.py\n(.*?)```", page, flags=re.DOTALL)
-    (tmp_path / "tune.py").write_text(program, encoding="utf-8")
-    with ray_cluster(num_cpus=2, store_bytes=80_000_000) as enter:
-        done = subprocess.run(
-            [*enter, sys.executable, "tune.py", str(tmp_path)],
-            cwd=tmp_path,
-            env=environment() | {"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert 0 < float(re.search(r"best loss (\S+)", done.stdout)[1]) < 2
+    output = run_in_cluster(2, "tune.py", program, tmp_path)
+    assert 0 < float(re.search(r"best loss (\S+)", output)[1]) < 2

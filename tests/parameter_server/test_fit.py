@@ -24,7 +24,10 @@ class Classifier(linen.Module):
 
 
 def make_trainer(strategy, model=None, **options):
-    metrics = {"accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets) * 1.0}
+    metrics = {
+        "accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets) * 1.0,
+        "nnx": nnx.metrics.Accuracy(),
+    }
     model = Classifier() if model is None else model
     return jdist.Trainer(model, optax.adam(1e-2), LOSS, metrics=metrics, strategy=strategy, **options)
 
@@ -40,6 +43,8 @@ def test_without_staleness_fit_equals_one_device():
     for row, other in zip(one.history.rows, server.history.rows, strict=True):
         for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
             assert row[name] == pytest.approx(other[name], rel=1e-3), name
+    for name in ("accuracy", "val_accuracy"):
+        assert server.history[name.replace("accuracy", "nnx")] == pytest.approx(server.history[name])
     assert server.proof.per_replica == one.proof.per_replica
 
 

@@ -6,6 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import optax
+from flax import nnx
 
 import jdist
 from jdist.callbacks import CallbackResult, Moment
@@ -36,7 +37,7 @@ def results_by_optimizer(folder):
             MODEL,
             optimizer,
             optax.softmax_cross_entropy_with_integer_labels,
-            metrics={"accuracy": jdist.metrics.Accuracy()},
+            metrics={"accuracy": jdist.metrics.Accuracy(), "nnx": nnx.metrics.Accuracy()},
             strategy=jdist.MultiWorkerMirroredStrategy(),
         )
 
@@ -59,7 +60,8 @@ def results_by_optimizer(folder):
                 assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
         resumed.report(path.with_suffix(f".{number}.html"))
         evaluated = trainer.evaluate(resumed.state, DIGITS, batch_size=200)
-        assert evaluated["examples"] == 1797
+        assert evaluated["examples"] == 1797 and evaluated["nnx"] == evaluated["accuracy"]
+        assert resumed.history["nnx"] == resumed.history["accuracy"]
         results |= {
             f"{name}/w": np.asarray(resumed.state.params["w"]),
             f"{name}/steps": np.array([first.steps, resumed.steps]),

@@ -59,6 +59,10 @@ def test_incomplete_step_is_not_restored_and_is_replaced(trainer, store, url):
         checkpointer.wait()
         assert checkpointer.steps() == (6, 7)
     assert {child.name for child in folder.iterdir()} == {"6", "7", "jdist.json"}
+    for step in (6, 7):
+        (folder / f"{step}/commit_success.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=f"no complete checkpoint.*{url}/7 does not contain commit_success.txt"):
+        jdist.Checkpointer(url).restore(trainer.strategy)
 
 
 def test_best_checkpoint_is_kept(url, two):

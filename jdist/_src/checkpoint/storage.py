@@ -144,8 +144,11 @@ def is_complete(folder: pathlib.Path, step: int) -> bool:
 
     In a file system, the folder of a step gets its name when it is complete. In an object store, orbax writes a file last.
     """
-    path = folder / str(step) / _COMMITTED_FILE if is_url(folder) else manifest_path(folder, step)
-    return path.exists()
+    return (folder / str(step) / _last_file(folder)).exists()
+
+
+def _last_file(folder: pathlib.Path) -> str:
+    return _COMMITTED_FILE if is_url(folder) else f"{MANIFEST}/{MANIFEST_FILE}"
 
 
 def manifest_path(folder: pathlib.Path, step: int) -> pathlib.Path:
@@ -175,9 +178,8 @@ def find_step(folder: pathlib.Path, step: int | None) -> int:
     steps = complete_steps(folder)
     if step is None and steps:
         return steps[-1]
-    incomplete = "".join(
-        f" {child} does not contain {MANIFEST}/{MANIFEST_FILE}." for child in incomplete_folders(folder, -1)
-    )
+    missing = _last_file(folder)
+    incomplete = "".join(f" {child} does not contain {missing}." for child in incomplete_folders(folder, -1))
     if step is None:
         raise FileNotFoundError(f"Found no complete checkpoint in {folder}.{incomplete}")
     if as_int("`step`", step, 0) not in steps:
@@ -196,7 +198,7 @@ def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
         if newest is None
         else f"The newest complete checkpoint is that of step {newest}."
     )
-    missing = _COMMITTED_FILE if is_url(folder) else f"{MANIFEST}/{MANIFEST_FILE}"
+    missing = _last_file(folder)
     effect = "deletes it" if is_url(folder) else f"renames the damaged folder to {incomplete[-1].name}.damaged"
     warnings.warn(
         f"{', '.join(map(str, incomplete))} is damaged: {missing} is missing. {complete} A `save` of the same step {effect}.",

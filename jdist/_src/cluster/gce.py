@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jdist._src.cluster.metadata import get_attribute
+from jdist._src.cluster.metadata import get_attribute, metadata_server
 from jdist._src.cluster.polling import poll
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import coordinator_override, with_port
@@ -66,7 +66,7 @@ class GCEClusterResolver(SimpleClusterResolver):
         environ: Mapping[str, str] | None = None,
     ):
         variables = os.environ if environ is None else environ
-        server = variables.get("GCE_METADATA_HOST") or "metadata.google.internal"
+        server = metadata_server(variables)
         name = _metadata(server, "instance/name")
         project = project or _metadata(server, "project/project-id")
         zone = zone or _metadata(server, "instance/zone").rsplit("/", 1)[-1]

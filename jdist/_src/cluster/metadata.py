@@ -5,11 +5,16 @@ import contextlib
 import http.client
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 MetadataResponse: TypeAlias = tuple[int, str | None, str]
 _MAX_BYTES = 1 << 20
+
+
+def metadata_server(variables: Mapping[str, str]) -> str:
+    """Returns the host of the metadata server, which the variables of Google's libraries replace."""
+    return variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP") or "metadata.google.internal"
 
 
 def get_attribute(deadline: float, server: str, path: str) -> MetadataResponse:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
-from jdist._src.cluster.metadata import get_attribute
+from jdist._src.cluster.metadata import get_attribute, metadata_server
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import Variables, coordinator_override, with_port
 from jdist._src.cluster.simple import SimpleClusterResolver
@@ -117,7 +117,7 @@ class TPUClusterResolver(SimpleClusterResolver):
         settings = _from_variables(variables)
         queries_server = not _identify_process(settings) and _SKIP not in variables
         if queries_server:
-            settings = _from_metadata(_server(variables), timeout_seconds) | settings
+            settings = _from_metadata(metadata_server(variables), timeout_seconds) | settings
         addresses, source = _addresses(settings, variables)
         num_slices, slice_id = _slices(settings)
         # If several processes share a host, the task ID is the process index and the worker ID is the host index.
@@ -244,7 +244,7 @@ def _chips_per_process(settings: _Settings, count: int, source: str) -> int | No
 def _not_found_message(settings: _Settings, variables: Variables) -> str:
     present = ", ".join(f"{setting.source} is {setting.text!r}" for setting in settings.values()) or "none"
     skipped = f"the server was not queried because {_SKIP} is set (JAX sets it if it finds no TPU chip)"
-    result = skipped if _SKIP in variables else f"the server at {_server(variables)} does not have it"
+    result = skipped if _SKIP in variables else f"the server at {metadata_server(variables)} does not have it"
     return (
         f"Found no TPU: the processes are unknown. Searched for {_HOSTS} and {_PROCESSES} in the environment, and for the "
         f"metadata attribute {_ATTRIBUTES[_HOSTS]!r}: {result}. TPU settings found: {present}. Run this on the hosts of a TPU, "
@@ -268,10 +268,6 @@ def _from_metadata(server: str, timeout: float) -> _Settings:
     for name, key in _TPU_ENV.items():
         settings[name] = _Setting(values.get(key, ""), f"{key} of metadata attribute 'tpu-env'")
     return {name: setting for name, setting in settings.items() if setting.text}
-
-
-def _server(variables: Variables) -> str:
-    return variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP") or "metadata.google.internal"
 
 
 def _request_attribute(server: str, attribute: str, timeout: float, deadline: float) -> str:

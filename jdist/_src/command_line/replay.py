@@ -13,7 +13,8 @@ from jdist._src.parameter_server.event_log import REPLAY_VARIABLE, VERDICT_VARIA
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=pathlib.Path, help="the file of `ParameterServerStrategy(record=...)`")
+    text = "the file of `ParameterServerStrategy(record=...)`; the command that it contains is run"
+    parser.add_argument("log", type=pathlib.Path, help=text)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from jdist._src.core.jax_compat import Equation
 T = TypeVar("T")
 
 GRADIENT_MARK = "jdist.sync.gradients"  # the input of a policy
-PSEUDO_GRADIENT_MARK = "jdist.sync.pseudo_gradients"  # the change of parameters over local steps
 SUM_MARK = "jdist.all_reduce_sum"  # the operands of the user's sums, before they are packed with others
 MEAN_MARK = "jdist.all_reduce_mean"  # the operands of means over the replicas
 KEY_MARK = "jdist.replica_key"  # the index that is folded into a key of a replica

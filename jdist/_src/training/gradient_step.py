@@ -259,7 +259,7 @@ def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *
                 "policy of `jdist.sync` from it: the trainer then reduces the gradients before the update."
             ) from error
         raise TypeError(
-            f"The optimizer needs another argument ({error}). A `Trainer` passes `value` and `grad`, the loss and its "
+            f"The optimizer needs another argument ({error}). jdist passes `value` and `grad`, the loss and its "
             "gradient, `value_fn` and `obj_fn`, functions from parameters to the loss, and `weight`, the sum of the weights of "
             "the examples. For others write the step: `Trainer(step=fn)`."
         ) from error

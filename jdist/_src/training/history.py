@@ -83,7 +83,7 @@ class History:
         """
         if isinstance(column, slice):
             return list(self.rows)[column]
-        if isinstance(column, int):
+        if isinstance(column, (int, np.integer)):
             if not -len(self.rows) <= column < len(self.rows):
                 raise IndexError(f"There is no row {column}: the history has {len(self.rows):,} rows.")
             return self.rows[column]

@@ -345,9 +345,8 @@ class Loop:
         if self._step == self._row_first_step:
             return self._row_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
-            return (
-                self._recorder.last_values
-            )  # reading the metrics is a collective, and possibly one process reads them
+            # Reading the metrics is a collective, and possibly one process reads them.
+            return self._recorder.last_values
         if self.functions.outcome_names:
             self._check_failure(self._recorder.fetch())
         rates = self._totals().rates_since(self._row_start, self.peak_flops)
