@@ -49,7 +49,7 @@ DEVICES = jax.devices()[: args.devices or None]
 ON_CPU = DEVICES[0].platform == "cpu"
 MESH = sidebyside.mesh_of(DEVICES)
 SHARDED, REPLICATED = NamedSharding(MESH, PartitionSpec("replica")), NamedSharding(MESH, PartitionSpec())
-ROUNDS = 3 if args.quick else 15
+ROUNDS = args.rounds or (3 if args.quick else 15)
 # On accelerators, models that take some milliseconds per step; on CPU, the same code in seconds.
 WIDTH, EXAMPLES = (128, 64) if ON_CPU or args.quick else (2048, 1024)
 MODELS = {

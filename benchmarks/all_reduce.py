@@ -99,7 +99,7 @@ def measure(case, shapes, count):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     times = max(1, min(20, 40_000_000 // (count * sum(np.prod(shape, dtype=int) for shape in shapes))))
     candidates = {name: loop(*part, times) for name, part in parts.items()}
-    taken = sidebyside.rounds(candidates, 3 if args.quick else 21)
+    taken = sidebyside.rounds(candidates, args.rounds or (3 if args.quick else 21))
     sidebyside.report(f"{case}, {count} devices", taken, args.json, times)
 
 

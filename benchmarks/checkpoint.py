@@ -173,7 +173,7 @@ def main():
         candidates |= {"torch DCP": DCP(flushes=True), "torch DCP, no fsync": DCP(flushes=False)}
     for case in ("save", "save, returns", "restore"):
         timed = {name: measured(candidate, case) for name, candidate in candidates.items()}
-        sidebyside.report(case, sidebyside.rounds(timed, 3 if args.quick else 9), args.json)
+        sidebyside.report(case, sidebyside.rounds(timed, args.rounds or (3 if args.quick else 9)), args.json)
     shutil.rmtree(FOLDER)
 
 

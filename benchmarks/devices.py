@@ -9,11 +9,13 @@ with its defaults, against `model.fit` of the same Keras model on the JAX backen
 epoch on arrays in memory, not shuffled. The losses of the JAX candidates, and of both `fit`, are checked to be equal.
 
 Torch has no data parallelism over CPU devices of one process: `multi_process.py` has its rows. A process has one backend of
-Keras, and one number of TensorFlow's devices, so each of them is a process of its own, interleaved with jdist.
+Keras and one number of TensorFlow's devices, and the collectives of TensorFlow fail in a process with several models, so each
+of these and each case has its own process, interleaved with jdist.
 """
 
 import argparse
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -21,18 +23,18 @@ import sys
 import sidebyside
 
 BACKENDS = ("tensorflow", "jax")
+EPOCH = {"mlp": 200, "cnn": 20, "transformer": 5}  # steps of an epoch of `fit`
 options = sidebyside.parser("Training steps on several devices against TensorFlow and Keras on JAX.")
 options.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8], help="numbers of CPU devices")
-options.add_argument("--case", choices=["mlp", "cnn", "transformer"], help="run only this case")
-options.add_argument("--rounds", type=int, help="rounds (default: 21, with --quick 3)")
-# Set for a process of one number of devices.
+options.add_argument("--case", choices=list(EPOCH), help="run only this case")
+# Set for a process of one case and one number of devices.
 options.add_argument("--backend", choices=BACKENDS, help=argparse.SUPPRESS)
 args = options.parse_args()
 
 if args.backend is None:
-    for backend in BACKENDS:
-        for count in args.devices:
-            subprocess.run([sys.executable, *sys.argv, "--backend", backend, "--devices", str(count)], check=True)
+    for backend, count, case in itertools.product(BACKENDS, args.devices, [args.case] if args.case else EPOCH):
+        words = ["--backend", backend, "--devices", str(count), "--case", case]
+        subprocess.run([sys.executable, *sys.argv, *words], check=True)
     sys.exit()
 
 (COUNT,), os.environ["KERAS_BACKEND"] = args.devices, args.backend
@@ -51,7 +53,6 @@ from models import CASES, packed_mean, train_step
 import jdist
 
 ROUNDS = args.rounds or (3 if args.quick else 21)
-EPOCH = {"mlp": 200, "cnn": 20, "transformer": 5}  # steps of an epoch of `fit`
 
 
 class Loop:
@@ -131,11 +132,9 @@ def main():
 
         tensorflow_models.logical_devices(COUNT)
     make = with_tensorflow if args.backend == "tensorflow" else with_keras
-    for name in EPOCH:
-        if args.case in (None, name):
-            case, works, steps = make(name, *CASES[name])
-            timed = {peer: functools.partial(sidebyside.seconds, work) for peer, work in works.items()}
-            sidebyside.report(f"{case}, {COUNT} devices", sidebyside.rounds(timed, ROUNDS), args.json, steps)
+    case, works, steps = make(args.case, *CASES[args.case])
+    timed = {peer: functools.partial(sidebyside.seconds, work) for peer, work in works.items()}
+    sidebyside.report(f"{case}, {COUNT} devices", sidebyside.rounds(timed, ROUNDS), args.json, steps)
 
 
 if __name__ == "__main__":

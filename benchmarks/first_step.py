@@ -26,7 +26,6 @@ options.add_argument(
 )
 options.add_argument("--processes", type=int, nargs="*", help="numbers of processes (default: 2 and 4)")
 options.add_argument("--model", default="mlp", help="a case of benchmarks/models.py")
-options.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 2)")
 options.add_argument("--role", help=argparse.SUPPRESS)  # set for the measured programs
 options.add_argument("--count", type=int, help=argparse.SUPPRESS)
 options.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)

@@ -18,7 +18,8 @@ def main():
     def fresh(line):
         return lambda: sidebyside.seconds(lambda: subprocess.run([sys.executable, "-c", line], check=True))
 
-    taken = sidebyside.rounds({name: fresh(line) for name, line in IMPORTS.items()}, 2 if args.quick else 21)
+    candidates = {name: fresh(line) for name, line in IMPORTS.items()}
+    taken = sidebyside.rounds(candidates, args.rounds or (2 if args.quick else 21))
     sidebyside.report("import", taken, args.json)
 
 

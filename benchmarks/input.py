@@ -188,7 +188,7 @@ def main():
     for case in (arrays, tiny, cached, grain, step):
         if args.case in (None, case.__name__):
             timed = {peer: functools.partial(sidebyside.seconds, work) for peer, work in case().items()}
-            taken = sidebyside.rounds(timed, 2 if args.quick else 9 if case is grain else 21)
+            taken = sidebyside.rounds(timed, args.rounds or (2 if args.quick else 9 if case is grain else 21))
             steps = ROW_STEPS if case in (tiny, cached) else STEPS
             sidebyside.report(f"{case.__name__}, {len(DEVICES)} devices", taken, args.json, steps)
 

@@ -38,7 +38,6 @@ import sidebyside
 options = sidebyside.parser("Training steps of several processes against hand-written JAX, torch DDP and TensorFlow.")
 options.add_argument("--processes", type=int, nargs="+", help="numbers of processes (default: 2 and 4, with --quick 2)")
 options.add_argument("--case", choices=["mlp", "cnn", "large", "sum"], help="run only this case")
-options.add_argument("--rounds", type=int, help="rounds (default: 21, with --quick 3)")
 options.add_argument("--variants", action="store_true", help="also other reductions, and none")
 options.add_argument("--floats", type=int, nargs="+", default=[10_000, 1_000_000, 10_700_000], help="sizes of `sum`")
 options.add_argument("--folder", help=argparse.SUPPRESS)  # set for the processes: where they exchange addresses

@@ -1,6 +1,6 @@
 """Runs the benchmarks, stores their rows in docs/benchmarks.json, and renders docs/benchmarks.md and its figure.
 
-    python benchmarks/page.py benchmarks [--quick]   # against hand-written programs: all scripts of this folder
+    python benchmarks/page.py benchmarks [--quick]   # against hand-written programs: the scripts without other peers
     python benchmarks/page.py peers                  # against TensorFlow, Keras, torch and orbax
     python benchmarks/page.py policies               # bytes and loss of the policies, for docs/sync.md
     python benchmarks/page.py render                 # only the pages and the figure, from the stored rows
@@ -29,13 +29,13 @@ POLICIES = DOCS / "policies.json"
 LIBRARIES = ("jdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorflow-cpu", "keras", "torch")
 # Scripts of `peers`, with their options besides those of the command line.
 PEERS = (
-    "devices.py",
-    "multi_process.py --processes 2 4",
-    "input.py --case arrays",
-    "parameter_server.py",
+    "devices.py --rounds 5",
+    "multi_process.py --processes 2 4 --rounds 5",
+    "input.py --case arrays --rounds 9",
+    "parameter_server.py --rounds 9",
     "first_step.py",
-    "recovery.py --case kill",
-    "checkpoint.py",
+    "recovery.py --case kill --rounds 3",
+    "checkpoint.py --rounds 9",
 )
 SECTIONS = {
     "benchmarks": ("Against hand-written programs", "python -m nox -s benchmarks"),
@@ -145,7 +145,7 @@ def section_text(name, section):
     if not section["runs"]:
         return f"## {title}\n\nNot run yet: `{command}`."
     rows = [(run, row) for run in section["runs"] for row in run["rows"] if "ratio" in row]
-    slower = sorted((row["ratio"], run["title"], row) for run, row in rows if "slower" in verdict(row))
+    slower = sorted((row["ratio"], run["script"], row) for run, row in rows if "slower" in verdict(row))
     faster = sum(verdict(row) == "faster" for _, row in rows)
     limits = sum(verdict(row) == "limit" for _, row in rows)
     machine = section["machine"]
@@ -162,7 +162,7 @@ def section_text(name, section):
         "difference is within the spread.",
     ]
     if slower:
-        lost = [(title, row["case"], row["peer"], f"{ratio:.2f}") for ratio, title, row in slower]
+        lost = [(f"`{script}`", row["case"], row["peer"], f"{ratio:.2f}") for ratio, script, row in slower]
         parts += ["Rows in which jdist is slower:", table(("script", "case", "peer", "ratio"), lost)]
     if name == "peers" and rates(section):
         parts.append(
@@ -318,19 +318,20 @@ def commit():
 
 
 def own_scripts():
-    """Returns the scripts of this folder that print rows, except those for accelerators and the page itself."""
-    others = (pathlib.Path(__file__).name, "accelerator.py")
+    """Returns the other scripts of this folder that print rows, with options, except the script for accelerators."""
+    others = {pathlib.Path(__file__).name, "accelerator.py", *(line.split()[0] for line in PEERS)}
+    texts = {path.name: path.read_text() for path in sorted(HERE.glob("*.py")) if path.name not in others}
     return [
-        path.name
-        for path in sorted(HERE.glob("*.py"))
-        if "parse_args()" in path.read_text() and path.name not in others
+        f"{name} --rounds 9" if "sidebyside.parser" in text else name
+        for name, text in texts.items()
+        if "parse_args()" in text
     ]
 
 
 def run(line, options):
     """Runs a script; returns its title, command, rows and time, and the last line of its error."""
     script, *words = line.split()
-    words += [option for option in options if option not in words]
+    words += options
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # or each process compiles all modules again
     start, load = time.monotonic(), round(os.getloadavg()[0])
     done = subprocess.run(

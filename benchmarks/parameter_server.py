@@ -110,7 +110,7 @@ class TensorFlow:
 def main():
     """Runs the cases."""
     sidebyside.versions(args.json)
-    rounds = 3 if args.quick else 9
+    rounds = args.rounds or (3 if args.quick else 9)
     has_tensorflow = sidebyside.has("tensorflow", args.json)
     for servers in args.servers:
         tensorflow = TensorFlow(servers) if has_tensorflow else None

@@ -106,7 +106,7 @@ def compare(case, loops, steps):
     timed = {
         peer: functools.partial(sidebyside.seconds, functools.partial(one.losses, steps)) for peer, one in loops.items()
     }
-    sidebyside.report(case, sidebyside.rounds(timed, 3 if args.quick else 31), args.json, steps)
+    sidebyside.report(case, sidebyside.rounds(timed, args.rounds or (3 if args.quick else 31)), args.json, steps)
 
 
 def main():

@@ -19,6 +19,7 @@ includes `detect`. It has no row for `stop`, which torchrun does not detect.
 """
 
 import argparse
+import datetime
 import itertools
 import json
 import os
@@ -40,7 +41,6 @@ options = sidebyside.parser("The time from a failure to the next step, with and 
 options.add_argument("--case", choices=FAULTS, help="run only this failure")
 options.add_argument("--model", help="a case of benchmarks/models.py (default: transformer, with --quick mlp)")
 options.add_argument("--processes", type=int, default=2, help="number of processes")
-options.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 1)")
 options.add_argument("--folder", help=argparse.SUPPRESS)  # set for the processes: checkpoints and times
 options.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)  # set for the processes of torchrun
 args = options.parse_args()
@@ -91,7 +91,7 @@ def train_with_torch():
 
     restarts, process = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     events = [("end", START), ("import", time.time())]
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     events.append(("join", time.time()))
     _, model, _, batch = CASES[args.model]
     size, path = len(batch[1]) // args.processes, pathlib.Path(args.folder, "checkpoint.pt")

@@ -18,6 +18,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     """Returns a parser with the options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     options.add_argument("--quick", action="store_true", help="fewer rounds, for a quick check")
+    options.add_argument("--rounds", type=int, help="rounds instead of the number of this script")
     options.add_argument("--json", action="store_true", help="print one JSON object per row")
     return options
 

@@ -175,7 +175,7 @@ def sharded_candidates(make, steps):
 
 def main():
     sidebyside.versions(args.json)
-    count = 3 if args.quick else 41
+    count = args.rounds or (3 if args.quick else 41)
     for name, (steps, make) in CASES.items():
         if args.case in (None, name):
             case = f"{name}, {len(DEVICES)} devices"

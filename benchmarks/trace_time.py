@@ -96,7 +96,7 @@ def main():
         "no proof": without_proof,
         "shard_map": lambda: traced(jax.jit(body), BATCH),
     }
-    taken = sidebyside.rounds(candidates, 2 if args.quick else 61)
+    taken = sidebyside.rounds(candidates, args.rounds or (2 if args.quick else 61))
     sidebyside.report(f"trace, {LAYERS}-layer transformer", taken, args.json)
 
 

@@ -72,7 +72,7 @@ ROWS, WHOLE = NamedSharding(MESH, PartitionSpec("replica")), NamedSharding(MESH,
 
 
 PER_CALL = {"small": 10, "mlp": 10, "deep": 10, "cnn": 10}  # cases with a row for several steps per call
-ROUNDS = 3 if args.quick else 31
+ROUNDS = args.rounds or (3 if args.quick else 31)
 OF_EXAMPLES = optax.softmax_cross_entropy_with_integer_labels
 
 

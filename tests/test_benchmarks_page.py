@@ -129,7 +129,9 @@ def test_table_and_figure_of_the_policies_are_those_of_the_stored_results():
 
 
 def test_every_script_of_a_section_exists_and_prints_rows():
-    scripts = {*PAGE.own_scripts(), *(line.split()[0] for line in PAGE.PEERS)}
+    lines = [*PAGE.own_scripts(), *PAGE.PEERS]
+    scripts = {line.split()[0] for line in lines}
+    assert len(scripts) == len(lines)
     assert {"step_overhead.py", "devices.py", "checkpoint.py"} <= scripts
     assert "page.py" not in scripts and "sidebyside.py" not in scripts
     for script in scripts:
