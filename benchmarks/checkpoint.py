@@ -56,6 +56,7 @@ class Jdist(Candidate):
 
     def open(self, path):
         self.checkpointer = jdist.Checkpointer(path)
+        self.checkpointer.save(0, self.state, wait=True)  # a training run saves many times
 
     def save(self, path):
         self.checkpointer.save(1, self.state)

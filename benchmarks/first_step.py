@@ -10,6 +10,7 @@ of one process: `shard_map` (hand-written JAX), `Keras on JAX` (`model.fit` with
 """
 
 import argparse
+import atexit
 import functools
 import os
 import pathlib
@@ -114,6 +115,7 @@ def with_torch():
     import torch_models
 
     torch.distributed.init_process_group("gloo")  # from the variables of torchrun
+    atexit.register(torch.distributed.destroy_process_group)
     model, _, batch = case()
     batch = tuple(part[: len(part) // torch.distributed.get_world_size()] for part in batch)
     return torch_models.DDPLoop(model, batch, fused=True).losses(1)[0], torch.distributed.get_rank()

@@ -19,6 +19,7 @@ includes `detect`. It has no row for `stop`, which torchrun does not detect.
 """
 
 import argparse
+import atexit
 import datetime
 import itertools
 import json
@@ -92,6 +93,7 @@ def train_with_torch():
     restarts, process = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     events = [("end", START), ("import", time.time())]
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    atexit.register(torch.distributed.destroy_process_group)
     events.append(("join", time.time()))
     _, model, _, batch = CASES[args.model]
     size, path = len(batch[1]) // args.processes, pathlib.Path(args.folder, "checkpoint.pt")
@@ -145,7 +147,13 @@ def recovery(fault, launcher, uses_cache=True):
         command += ["--processes", str(args.processes), "--folder", folder, *["--torch"] * (launcher == "torchrun")]
         environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JDIST_FAULT": fault}
-        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} if launcher == "torchrun" else {}
+        if launcher == "torchrun":
+            # With the store that its agents share, torch 2.13 connects the new processes to addresses of those before.
+            environment |= {
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            }
         environment["JAX_ENABLE_COMPILATION_CACHE"] = str(int(uses_cache))
         times, lines = {}, []
         with subprocess.Popen(
