@@ -205,8 +205,8 @@ OF_POLICIES = """![The held-out loss of each policy against the bytes that a rep
 
 The figure and the table (`python benchmarks/page.py policies`) are of 512 steps on 4 CPU devices, with the same data and
 seed for all policies. The loss is the mean over the held-out windows, in nats per character, and then its difference to
-`mean`. Bytes and collectives are per step and replica. XLA's CPU compiler reduces bfloat16 and float16 in float32, and sends
-float32: on GPUs and TPUs these two send half the bytes. The learning rate is the same for all except DiLoCo, and is not tuned
+`mean`. Bytes and collectives are per step and replica. XLA's CPU compiler reduces bfloat16 in float32, and sends float32: on
+GPUs and TPUs `in_dtype(bfloat16)` sends half the bytes. The learning rate is the same for all except DiLoCo, and is not tuned
 per policy. One model and one seed do not rank the policies in general.
 """
 

@@ -113,9 +113,6 @@ def test_policies_are_between_the_marks_of_their_page():
     assert PAGE.with_policies(text, stored) == text
 
 
-@pytest.mark.skipif(
-    not (ROOT / "docs/policies.json").exists(), reason="`python benchmarks/page.py policies` has not run."
-)
 def test_table_and_figure_of_the_policies_are_those_of_the_stored_results():
     stored = json.loads((ROOT / "docs/policies.json").read_text())
     page, figure = (ROOT / "docs/sync.md").read_text(), (ROOT / "docs" / PAGE.POLICIES_FIGURE).read_text()
