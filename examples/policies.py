@@ -253,8 +253,11 @@ def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
         near = next((other for other in together if math.dist(spot, other) < 4 * pixel), spot)
         together.setdefault(near, []).append(name)
     spots, taken = np.array([*together]), [axes.get_legend().get_window_extent()]
+    size = figure.bbox.size
     for spot, names in zip(spots, together.values(), strict=True):
-        text = axes.annotate("\n".join(names), spot, xycoords="figure pixels", fontsize=8, ha="center", va="center")
+        # As fractions: the pixels of an SVG file have another size.
+        options: Any = {"xycoords": "figure fraction", "fontsize": 8, "ha": "center", "va": "center"}
+        text = axes.annotate("\n".join(names), spot / size, **options)
         extent = text.get_window_extent()
         half = np.array([extent.width, extent.height]) / 2
         for distance, turn in itertools.product(range(8, 120, 4), np.linspace(0, 2 * np.pi, 24, endpoint=False)):
@@ -264,7 +267,7 @@ def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
             covers = any(box.overlaps(other) for other in taken) or box.padded(6 * pixel).count_contains(spots)
             if not covers and axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max):
                 break
-        text.set_position(middle)
+        text.set_position(middle / size)
         taken.append(box)
         if distance > 16:
             ends = axes.transData.inverted().transform([spot, spot + way * distance * pixel])

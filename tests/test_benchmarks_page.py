@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -59,7 +60,10 @@ def test_losing_rows_are_listed_first_the_worst_at_the_top_and_counted():
     rows = [_row("a", 0.8, 0.85, 0.9), _row("b", 0.4, 0.5, 0.6), _row("c", 1.5, 2, 3), _row("alone", 0.1, 0.2, 0.3)]
     text = PAGE.render(_document(*rows))
     assert "4 rows: jdist is faster in 1, slower in 2, 1 are limits" in text
-    assert _lines(text, "Steps") == ["| Steps | mlp, 4 devices | b | 0.50 |", "| Steps | mlp, 4 devices | a | 0.85 |"]
+    assert _lines(text, "`devices.py`") == [
+        "| `devices.py` | mlp, 4 devices | b | 0.50 |",
+        "| `devices.py` | mlp, 4 devices | a | 0.85 |",
+    ]
 
 
 def test_page_shows_machine_versions_date_commit_command_and_what_did_not_run():
@@ -123,6 +127,9 @@ def test_table_and_figure_of_the_policies_are_those_of_the_stored_results():
     drawn = {name: [round(one["sent"] / 1e3, 1), round(one["loss"], 4)] for name, one in stored.items()}
     assert PAGE.stored_data(figure) == drawn
     assert len(figure) < 80_000
+    width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', figure).groups())
+    texts = re.findall(r'<text [^>]*x="(\S+)" y="(\S+)"', figure)
+    assert len(texts) > 10 and all(0 < float(x) < width and 0 < float(y) < height for x, y in texts)
 
 
 def test_every_script_of_a_section_exists_and_prints_rows():
