@@ -1,11 +1,11 @@
-"""Memory per device of a 100M-parameter transformer under each strategy. Programs are compiled, not run.
+"""Memory per device of a transformer of 100M parameters (3M with `--quick`) under each strategy.
 
     python benchmarks/memory.py [--quick] [--json] [--topology v5e:2x4]
 
-For each strategy and number of devices, from the memory analysis of the compiled programs: memory per device between steps
-(`state`), additional memory of a step (`step`: temporary buffers and results that no donated argument provides), the peak of
-creating the state (`init`), and host memory (`host`). By default for CPU devices, where host memory is device memory; with
-`--topology` (`pip install "jdist[plan]"`) with the compiler for TPUs.
+For each strategy and number of devices, from the memory analysis of the compiled programs, which are not run: memory per device
+between steps (`state`), additional memory of a step (`step`: temporary buffers and results that no donated argument provides),
+the peak of creating the state (`init`), and host memory (`host`). By default for CPU devices, where host memory is device
+memory; with `--topology` (`pip install "jdist[plan]"`) with the compiler for TPUs.
 """
 
 import argparse
