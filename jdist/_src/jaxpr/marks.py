@@ -15,6 +15,8 @@ from jdist._src.core.jax_compat import Equation
 T = TypeVar("T")
 
 GRADIENT_MARK = "jdist.sync.gradients"  # the input of a policy
+# The change of parameters over local steps. `clip_check` searches no further: clipping in local steps is not a mistake.
+PSEUDO_GRADIENT_MARK = "jdist.sync.pseudo_gradients"
 SUM_MARK = "jdist.all_reduce_sum"  # the operands of the user's sums, before they are packed with others
 MEAN_MARK = "jdist.all_reduce_mean"  # the operands of means over the replicas
 KEY_MARK = "jdist.replica_key"  # the index that is folded into a key of a replica

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree, dtype_and_shape, is_float, named_leaves, one_line
 from jdist._src.jaxpr import replication
+from jdist._src.jaxpr.marks import PSEUDO_GRADIENT_MARK
 from jdist._src.replica.context import current_context
 from jdist._src.replica.leaf_annotations import mark_local, snap_to_target
 from jdist._src.sync.policy import (
@@ -310,7 +312,7 @@ def _outer_step(outer: tuple[Policy, Policy] | None, local_params: PyTree, last:
     if outer is None:
         return OuterStep(policy_context("local_sgd").all_reduce(ReduceOp.MEAN, local_params))
     reduction, outer_optimizer = outer
-    pseudo_gradient = jax.tree.map(lambda a, p: a - p, last.params, local_params)
+    pseudo_gradient = jax.tree.map(lambda a, p: checkpoint_name(a - p, PSEUDO_GRADIENT_MARK), last.params, local_params)
     reduced, reduction_state = reduction.update(pseudo_gradient, last.reduction_state, last.params)
     updates, outer_state = outer_optimizer.update(reduced, last.outer_state, last.params)
     return OuterStep(optax.apply_updates(last.params, updates), reduction_state, outer_state)
