@@ -86,7 +86,7 @@ class History:
         if isinstance(column, (int, np.integer)):
             if not -len(self.rows) <= column < len(self.rows):
                 raise IndexError(f"There is no row {column}: the history has {len(self.rows):,} rows.")
-            return self.rows[column]
+            return self.rows[int(column)]
         values = [row[column] for row in self.rows if column in row]
         if not values:
             names = ", ".join(map(repr, self.columns)) or "none: no epoch has ended"
