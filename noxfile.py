@@ -100,7 +100,7 @@ def libraries(session: nox.Session) -> None:
 
 @nox.session(python=NEWEST, default=False)
 def benchmarks(session: nox.Session) -> None:
-    """All benchmarks with `--quick`, or with the options after `--`; writes their section of docs/benchmarks.md."""
+    """Benchmarks against hand-written programs, `--quick` or with the options after `--`: a section of docs/benchmarks.md."""
     session.install(*CONSTRAINTS, "-e", ".[grain,plot]")
     session.run("python", "benchmarks/page.py", "benchmarks", *session.posargs)
 

@@ -2,11 +2,11 @@
 
     python benchmarks/checkpoint.py [--quick] [--json] [--devices 1]
 
-The state is that of a case of `benchmarks/models.py` with AdamW: `large`, and with `--quick` `transformer`. Torch has the
-same model in one process, and so has one copy of its state. Cases: `save` ends when the checkpoint is complete
-on the disk, `save, returns` when training can continue (the arrays are copied, and are written in the background), `restore`
-when the arrays are on the devices. Peers: `orbax` (`StandardCheckpointer`, which is asynchronous) and `torch DCP` (`save`,
-`async_save`, `load`), with and without its `fsync` of each file. The restored arrays are checked to be equal to the saved ones.
+The state is the training state of a case of `benchmarks/models.py` with AdamW: `large`, and with `--quick` `transformer`. Torch
+has the same model in one process, and so has one copy of its state. Cases: `save` ends when the checkpoint is complete on the
+disk, `save, returns` when training can continue (the arrays are copied, and are written in the background), `restore` when the
+arrays are on the devices. Peers: `orbax` (`StandardCheckpointer`, which is asynchronous) and `torch DCP` (`save`, `async_save`,
+`load`), with and without its `fsync` of each file. The restored arrays are checked to be equal to the saved ones.
 """
 
 import pathlib
@@ -132,7 +132,7 @@ class DCP(Candidate):
 
 
 def measured(candidate, case):
-    """Returns a function that measures a case, in a folder of its own."""
+    """Returns a function that measures a case, each time in a new folder."""
 
     def measure():
         path = pathlib.Path(tempfile.mkdtemp(dir=FOLDER), "checkpoint")

@@ -115,7 +115,7 @@ def with_torch():
     import torch_models
 
     torch.distributed.init_process_group("gloo")  # from the variables of torchrun
-    atexit.register(torch.distributed.destroy_process_group)
+    atexit.register(torch.distributed.destroy_process_group)  # or a process may abort at its exit
     model, _, batch = case()
     batch = tuple(part[: len(part) // torch.distributed.get_world_size()] for part in batch)
     return torch_models.DDPLoop(model, batch, fused=True).losses(1)[0], torch.distributed.get_rank()

@@ -1,7 +1,7 @@
 """Runs the benchmarks, stores their rows in docs/benchmarks.json, and renders docs/benchmarks.md and its figure.
 
-    python benchmarks/page.py benchmarks [--quick]   # against hand-written programs: the scripts without other peers
-    python benchmarks/page.py peers                  # against TensorFlow, Keras, torch and orbax
+    python benchmarks/page.py benchmarks [--quick]   # scripts whose peers are hand-written programs
+    python benchmarks/page.py peers                  # scripts with peers in TensorFlow, Keras, torch or orbax
     python benchmarks/page.py policies               # bytes and loss of the policies, for docs/sync.md
     python benchmarks/page.py render                 # only the pages and the figure, from the stored rows
 
@@ -27,7 +27,7 @@ HERE = pathlib.Path(__file__).parent
 DOCS = HERE.parent / "docs"
 POLICIES = DOCS / "policies.json"
 LIBRARIES = ("jdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorflow-cpu", "keras", "torch")
-# Scripts of `peers`, with their options besides those of the command line.
+# Scripts of `peers` with their options. The options of the command line follow.
 PEERS = (
     "devices.py --rounds 5",
     "multi_process.py --processes 2 4 --rounds 5",
@@ -383,6 +383,12 @@ def rounded(value):
     return [rounded(one) for one in value] if isinstance(value, list) else value
 
 
+def as_json(document):
+    """Returns the text of a JSON file with one line per row."""
+    text = json.dumps(document, indent=1)
+    return re.sub(r"\{[^{}]*\}", lambda row: " ".join(row[0].split()), text) + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=[*SECTIONS, "policies", "render"])
@@ -397,7 +403,7 @@ def main():
         document[args.section] = rounded(
             measure(args.section, options or ["--quick"], args.only, document.get(args.section, {"runs": []}))
         )
-        stored.write_text(json.dumps(document, indent=1) + "\n")
+        stored.write_text(as_json(document))
     if POLICIES.exists():
         sync = DOCS / "sync.md"
         sync.write_text(with_policies(sync.read_text(), json.loads(POLICIES.read_text())))

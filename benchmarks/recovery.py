@@ -93,7 +93,7 @@ def train_with_torch():
     restarts, process = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     events = [("end", START), ("import", time.time())]
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    atexit.register(torch.distributed.destroy_process_group)
+    atexit.register(torch.distributed.destroy_process_group)  # or a process may abort at its exit
     events.append(("join", time.time()))
     _, model, _, batch = CASES[args.model]
     size, path = len(batch[1]) // args.processes, pathlib.Path(args.folder, "checkpoint.pt")

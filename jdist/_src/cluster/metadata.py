@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 20
 
 
 def metadata_server(variables: Mapping[str, str]) -> str:
-    """Returns the host of the metadata server, which the variables of Google's libraries replace."""
+    """Returns the host of the metadata server; the variables that Google's libraries read replace it."""
     return variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP") or "metadata.google.internal"
 
 
